@@ -1,0 +1,57 @@
+"""Where a checkpoint's bytes come from: a Hub repo or a local folder, behind one small protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import msgspec
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """One file of the target: its path inside the target (`/` separated), size in bytes, and sha256 where the Hub knows it."""
+
+    path: str
+    size: int | None
+    sha256: str | None = None
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A range of bytes of one file to read: `start` up to, not including, `stop` (clipped to the end of the file)."""
+
+    path: str
+    start: int
+    stop: int
+
+
+class Source(Protocol):
+    """Read access to one target, fixed to one revision for the whole audit."""
+
+    name: str
+    """The target as the user named it, without the revision."""
+    kind: str
+    """`hub` or `local`."""
+    revision: str | None
+    """The commit that every read uses; None for a local target."""
+
+    def files(self) -> dict[str, FileInfo]:
+        """Every file of the target by path, sorted. Raises SourceError."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """A whole (small) file. Raises SourceError; a file that is not there is a KeyError."""
+        ...
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
+        """The bytes of each span, side by side, in the order they arrive.
+
+        A file that cannot be read although the target can (a server that ignores ranges, a dangling link, no permission)
+        yields Unreadable in its place; circumstances that concern the whole target raise SourceError.
+        """
+        ...
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """Why one file could not be read: becomes a finding or a skip, never silence."""
+
+    reason: str
