@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -9,7 +10,12 @@ import msgspec
 from ckaudit.plan import Plan
 
 Severity = Literal["error", "warning", "note"]
+FailOn = Literal["error", "warning", "note", "never"]
 Blame = Literal["checkpoint", "config", "engine", "environment", "undecidable"]
+
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Worst first."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -60,9 +66,24 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str | None
     tensors: int
     parameters: int | None
+    """Elements of all tensors together, as stored (a packed tensor counts its packed elements); None when a header is missing."""
     bytes: int | None
+    """Bytes of tensor data of all tensors together; None when a header is missing."""
     shards: int
     dtypes: dict[str, int]
+    """Number of tensors by safetensors dtype."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """How many findings of each severity stand, how many were suppressed, and what was not judged."""
+
+    errors: int
+    warnings: int
+    notes: int
+    skips: int
+    suppressed: int
+    not_judged: tuple[str, ...]
+    """Ids of the engines whose verdict is `not_judged`."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,3 +100,58 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     load: dict[str, Any] | None = None
     forward: dict[str, Any] | None = None
     perplexity: dict[str, Any] | None = None
+    fail_on: FailOn = "error"
+    """The mildest severity that makes `exit_code` 1."""
+    allow_not_judged: bool = False
+    """Whether something asked for that could not be judged leaves `exit_code` at 0."""
+
+    @property
+    def standing(self) -> tuple[Finding, ...]:
+        """The findings that nobody suppressed."""
+        return tuple(f for f in self.findings if f.suppressed_by is None)
+
+    @property
+    def worst(self) -> Severity | None:
+        """The worst severity among the standing findings; None when there is none."""
+        found = {f.severity for f in self.standing}
+        return next((s for s in SEVERITIES if s in found), None)
+
+    @property
+    def summary(self) -> Summary:
+        """Counts of everything in the report. Suppressed findings are counted apart and nowhere else."""
+        standing = self.standing
+        errors, warnings, notes = (sum(f.severity == s for f in standing) for s in SEVERITIES)
+        return Summary(
+            errors=errors,
+            warnings=warnings,
+            notes=notes,
+            skips=len(self.skips),
+            suppressed=len(self.findings) - len(standing),
+            not_judged=tuple(p.id for p in self.plans if p.verdict == "not_judged"),
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """0 judged and clean, 1 findings at or above `fail_on`, 3 something asked for was not judged.
+
+        1 comes before 3. Usage errors and crashes (2) never make a Report.
+        """
+        worst = self.worst
+        if worst is not None and self.fail_on != "never" and SEVERITIES.index(worst) <= SEVERITIES.index(self.fail_on):
+            return 1
+        unjudged = set(self.summary.not_judged)
+        nothing_judged = len(unjudged) == len(self.plans)
+        if not self.allow_not_judged and (nothing_judged or self.requested & unjudged):
+            return 3
+        return 0
+
+
+def ordered(findings: Iterable[Finding], engines: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings worst first; within a severity those of the files, then engine by engine as in `engines`, by check id and names."""
+    place = {engine: i for i, engine in enumerate(engines)}
+
+    def key(finding: Finding) -> tuple[int, int, str, tuple[str, ...], str]:
+        engine = -1 if finding.engine is None else place.get(finding.engine, len(place))
+        return SEVERITIES.index(finding.severity), engine, finding.check, finding.names, finding.message
+
+    return tuple(sorted(findings, key=key))
