@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -54,6 +55,54 @@ class Skip(msgspec.Struct, frozen=True):
     check: str
     reason: str
     engine: str | None = None
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan in numbers. Every tensor is in exactly one of the first six counts, every parameter in one of the coverage counts."""
+
+    loaded: int
+    dropped: int
+    ignored: int
+    unmatched: int
+    not_reached: int
+    by_design: int
+    bytes_lost: int
+    parameters: int
+    full: int
+    partial: int
+    none: int
+    unknown: int
+    unwritten_by_design: int
+
+
+def tally(plan: Plan, sizes: Mapping[str, int]) -> Tally:
+    """Counts `plan`; `sizes` are the bytes of each tensor by name, where known.
+
+    Lost are the bytes that reach no parameter although they were meant to: those of tensors the loader had not come to are not.
+    """
+    fates: Counter[str] = Counter()
+    lost = 0.0
+    for n in plan.names:
+        fates[n.fate if n.fate == "loaded" or n.by_design is None else "by_design"] += 1
+        if n.by_design is None and n.fate != "not_reached":
+            unread = 1.0 if n.fate != "loaded" else 1.0 - (1.0 if n.read is None else n.read)
+            lost += unread * sizes.get(n.name, 0)
+    coverage = Counter(p.coverage for p in plan.parameters)
+    return Tally(
+        loaded=fates["loaded"],
+        dropped=fates["dropped"],
+        ignored=fates["ignored"],
+        unmatched=fates["unmatched"],
+        not_reached=fates["not_reached"],
+        by_design=fates["by_design"],
+        bytes_lost=round(lost),
+        parameters=len(plan.parameters),
+        full=coverage["full"],
+        partial=coverage["partial"],
+        none=coverage["none"],
+        unknown=coverage["unknown"],
+        unwritten_by_design=sum(p.coverage in ("none", "partial") and p.by_design is not None for p in plan.parameters),
+    )
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

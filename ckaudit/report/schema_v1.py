@@ -1,0 +1,230 @@
+"""The JSON report, version 1, as types: a contract that CI gates parse.
+
+They share nothing with the program's own types, so that a refactor cannot change the format. `schema_v1.json` beside this file is made from
+them (`python -m ckaudit.report.schema_v1`). Within version 1 a key is never renamed or dropped; consumers ignore keys they do not know.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+SCHEMA = Path(__file__).with_name("schema_v1.json")
+
+Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """The program that wrote the report."""
+
+    name: Annotated[str, Meta(description="Always ckaudit.")]
+    version: Annotated[str, Meta(description="Its release.")]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What was audited."""
+
+    name: Annotated[str, Meta(description="As the user named it, without the revision.")]
+    revision: Annotated[str | None, Meta(description="The commit that every read used; null for a local target.")]
+    source: Annotated[Literal["hub", "local"], Meta(description="Where the bytes came from.")]
+    architectures: Annotated[tuple[str, ...], Meta(description="As config.json lists them.")]
+    model_type: Annotated[str | None, Meta(description="As config.json says; null without one.")]
+    tensors: Annotated[Count, Meta(description="Number of tensors, or of names where only the index was there.")]
+    parameters: Annotated[
+        Count | None,
+        Meta(
+            description="Elements of all tensors together, as stored; null when a tensor's header was not there to read."
+        ),
+    ]
+    bytes: Annotated[
+        Count | None,
+        Meta(description="Bytes of data of all tensors together; null when a header was not there to read."),
+    ]
+    shards: Annotated[Count, Meta(description="Number of safetensors files.")]
+    dtypes: Annotated[dict[str, Count], Meta(description="Number of tensors by safetensors dtype name.")]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One rule that changed a name."""
+
+    rule: Annotated[str, Meta(description="The kind of rule: prefix, suffix, substring, regex, stacked …")]
+    key: Annotated[str, Meta(description="The text or pattern that the rule looks for.")]
+    at: Annotated[str, Meta(description='Path of the module the rule sits on; "" is the whole model.')]
+    before: Annotated[str, Meta(description="The name before, as that module saw it.")] = msgspec.field(name="from")
+    after: Annotated[str | None, Meta(description="The name after; null when the rule drops it.")] = msgspec.field(
+        name="to"
+    )
+    shard: Annotated[str | None, Meta(description="The part of a fused parameter that the rule assigns.")]
+
+
+class Name(msgspec.Struct, frozen=True):
+    """What one engine does with one checkpoint tensor."""
+
+    name: Annotated[str, Meta(description="As the checkpoint has it.")]
+    fate: Annotated[
+        Literal["loaded", "dropped", "ignored", "unmatched", "not_reached"],
+        Meta(
+            description="loaded: written into a parameter; dropped: a rule maps it to nothing; ignored: skipped in silence; "
+            "unmatched: there is no such parameter; not_reached: the loader stopped before."
+        ),
+    ]
+    into: Annotated[
+        str | None, Meta(description="The parameter it was written into, or the last name it was looked up by.")
+    ]
+    also: Annotated[tuple[str, ...], Meta(description="Further parameters that hold a part of it.")]
+    shard: Annotated[str | None, Meta(description="Which part of a fused parameter: q, k, v, 0, expert 3 …")]
+    read: Annotated[Share | None, Meta(description="Share of its elements that were read; null when unknown.")]
+    by_design: Annotated[str | None, Meta(description="Why not being loaded is meant; null when it is not.")]
+    chain: Annotated[tuple[Step, ...], Meta(description="The rules that changed the name, in order.")]
+
+
+class EngineSummary(msgspec.Struct, frozen=True):
+    """Tensors by fate and parameters by coverage.
+
+    loaded + dropped + ignored + unmatched + not_reached + by_design is the number of tensors, and
+    full + partial + none + unknown that of parameters.
+    """
+
+    loaded: Annotated[Count, Meta(description="Tensors that were written into a parameter.")]
+    dropped: Annotated[Count, Meta(description="Tensors that a rule maps to nothing, other than by design.")]
+    ignored: Annotated[Count, Meta(description="Tensors that were skipped in silence, other than by design.")]
+    unmatched: Annotated[Count, Meta(description="Tensors for which there is no parameter, other than by design.")]
+    not_reached: Annotated[Count, Meta(description="Tensors that the loader had not come to, other than by design.")]
+    by_design: Annotated[
+        Count, Meta(description="Tensors whose not being loaded is meant: tied, computed, metadata, draft model …")
+    ]
+    bytes_lost: Annotated[
+        Count,
+        Meta(description="Bytes of tensors, or of parts of tensors, that reach no parameter, other than by design."),
+    ]
+    parameters: Annotated[Count, Meta(description="Parameters and persistent buffers of the engine's model.")]
+    full: Annotated[Count, Meta(description="Parameters of which every element was written.")]
+    partial: Annotated[Count, Meta(description="Parameters of which some elements were written.")]
+    none: Annotated[Count, Meta(description="Parameters of which no element was written.")]
+    unknown: Annotated[Count, Meta(description="Parameters for which it could not be observed.")]
+    unwritten_by_design: Annotated[
+        Count,
+        Meta(description="How many of the partial and none ones are meant to be so: tied, computed, default-valued …"),
+    ]
+
+
+class TensorParallel(msgspec.Struct, frozen=True):
+    """The same load divided over several ranks."""
+
+    size: Annotated[int, Meta(ge=1, description="Number of ranks.")]
+    verdict: Annotated[
+        Literal["loads", "loads_with_loss", "fails", "not_judged"], Meta(description="As for the engine.")
+    ]
+    error: Annotated[str | None, Meta(description="The loader's own first message.")]
+    bytes_per_rank: Annotated[Count | None, Meta(description="Bytes of parameters on one rank; null when unknown.")]
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The verdict of one engine."""
+
+    id: Annotated[str, Meta(description="As in --engine: transformers, vllm==0.25.1, rules:vllm==0.25.1.")]
+    engine: Annotated[str, Meta(description="The software: transformers, vllm.")]
+    release: Annotated[str | None, Meta(description="Its release; null when unknown.")]
+    method: Annotated[
+        Literal["replay", "live", "rules"],
+        Meta(
+            description="replay: unpacked sources of a release; live: installed software; rules: rule books (provisional)."
+        ),
+    ]
+    requested: Annotated[bool, Meta(description="Whether the user asked for it by name.")]
+    verdict: Annotated[
+        Literal["loads", "loads_with_loss", "fails", "not_judged"],
+        Meta(
+            description="loads; loads_with_loss: does not raise but loses weights; fails: raises; not_judged: see not_judged."
+        ),
+    ]
+    error: Annotated[str | None, Meta(description="The loader's own first message.")]
+    not_judged: Annotated[str | None, Meta(description="Why there is no verdict; null when there is one.")]
+    architecture: Annotated[str | None, Meta(description="The class that was built.")]
+    options: Annotated[dict[str, Any], Meta(description="Serving options the load ran under.")]
+    environment: Annotated[dict[str, str], Meta(description="Versions and platform the load ran on.")]
+    summary: Annotated[EngineSummary, Meta(description="The load in numbers.")]
+    tp: Annotated[
+        tuple[TensorParallel, ...], Meta(description="One row for each tensor-parallel size that was asked for.")
+    ]
+    names: Annotated[tuple[Name, ...] | UnsetType, Meta(description="There only with --names.")] = UNSET
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One root cause, whatever the number of tensors it touches."""
+
+    check: Annotated[str, Meta(pattern="^CK[0-9]{3}$", description="`ckaudit checks ID` explains it.")]
+    title: Annotated[str, Meta(description="Name of the defect.")]
+    severity: Annotated[Literal["error", "warning", "note"], Meta(description="How bad it is.")]
+    engine: Annotated[str | None, Meta(description="Engine id; null for a fault of the files themselves.")]
+    blame: Annotated[
+        Literal["checkpoint", "config", "engine", "environment", "undecidable"], Meta(description="The party at fault.")
+    ]
+    count: Annotated[Count, Meta(description="Tensors, parameters or files concerned.")]
+    bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
+    names: Annotated[tuple[str, ...], Meta(description="All of them, not folded.")]
+    wanted: Annotated[str, Meta(description="What should be there.")]
+    found: Annotated[str, Meta(description="What is there.")]
+    message: Annotated[str, Meta(description="One sentence: what is wrong and where.")]
+    mend: Annotated[str, Meta(description="The smallest cure; empty when there is none to give.")]
+    suppressed_by: Annotated[str | None, Meta(description="What suppressed it, with its reason; null when it stands.")]
+
+
+class Skip(msgspec.Struct, frozen=True):
+    """Something that could not be judged. Never counts as passed."""
+
+    check: Annotated[str, Meta(description="The check, engine or topic that was skipped.")]
+    engine: Annotated[str | None, Meta(description="Engine id; null when it concerns the files.")]
+    reason: Annotated[str, Meta(description="Why.")]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Counts of standing findings; suppressed ones are counted apart."""
+
+    errors: Annotated[Count, Meta(description="Standing findings of severity error.")]
+    warnings: Annotated[Count, Meta(description="Standing findings of severity warning.")]
+    notes: Annotated[Count, Meta(description="Standing findings of severity note.")]
+    skips: Annotated[Count, Meta(description="Things that were not judged.")]
+    suppressed: Annotated[Count, Meta(description="Suppressed findings, of any severity.")]
+    not_judged: Annotated[tuple[str, ...], Meta(description="Ids of the engines without a verdict.")]
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A ckaudit report, version 1. null sections were not run. The order is stable: the same input gives the same bytes."""
+
+    schema_version: Annotated[Literal[1], Meta(description="The version of this format.")]
+    tool: Annotated[Tool, Meta(description="What wrote the report.")]
+    target: Annotated[Target, Meta(description="What was audited.")]
+    engines: Annotated[
+        tuple[Engine, ...], Meta(description="One verdict for each engine, in the order they were asked for.")
+    ]
+    findings: Annotated[tuple[Finding, ...], Meta(description="Worst first, suppressed ones included.")]
+    skips: Annotated[tuple[Skip, ...], Meta(description="What could not be judged.")]
+    load: Annotated[dict[str, Any] | None, Meta(description="A real load, where one was run.")]
+    forward: Annotated[dict[str, Any] | None, Meta(description="A forward pass, where one was run.")]
+    perplexity: Annotated[dict[str, Any] | None, Meta(description="A perplexity comparison, where one was run.")]
+    summary: Annotated[Summary, Meta(description="The findings in numbers.")]
+    exit_code: Annotated[
+        Literal[0, 1, 3],
+        Meta(description="0 clean; 1 findings at or above --fail-on; 3 something asked for was not judged."),
+    ]
+
+
+def schema() -> str:
+    """The JSON Schema (2020-12) of the format, as text."""
+    made = msgspec.json.schema(Document)
+    made = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ckaudit report, version 1",
+        **made,
+    }
+    return json.dumps(made, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(schema(), encoding="utf-8")
