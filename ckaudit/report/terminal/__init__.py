@@ -1,0 +1,85 @@
+"""Report -> text for a person: verdicts first, then findings with cause and cure, worst first.
+
+Everything that comes from a checkpoint is escaped (`naming.printable`) and is laid out as `rich.text.Text`, which reads no markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ckaudit.findings import Report
+from ckaudit.report.terminal.findings import findings, skips
+from ckaudit.report.terminal.layout import SEVERITIES, many, safe, short, size, text
+from ckaudit.report.terminal.verdicts import details, verdicts
+
+_EXITS = {
+    0: "nothing at or above",
+    1: "findings at or above",
+    3: "something asked for could not be judged",
+}
+
+
+def render(
+    report: Report, *, width: int = 100, colour: bool = False, quiet: bool = False, verbose: bool = False
+) -> str:
+    """The report as text of at most `width` columns, with ANSI colours if `colour`.
+
+    `quiet` keeps the verdicts and the summary; `verbose` adds every name, what is lost by design, rule tables and environments.
+    """
+    return text(_report(report, width, quiet=quiet, verbose=verbose), width=width, colour=colour)
+
+
+def _report(report: Report, width: int, *, quiet: bool, verbose: bool) -> Iterator[RenderableType]:
+    if not quiet:
+        yield from _header(report)
+        yield ""
+    yield from verdicts(report, width, verbose=verbose)
+    if not quiet:
+        yield from findings(report, verbose=verbose)
+        yield from skips(report.skips)
+        if verbose:
+            for plan in report.plans:
+                yield from details(plan)
+    yield ""
+    yield _summary(report)
+
+
+def _header(report: Report) -> Iterator[RenderableType]:
+    t = report.target
+    head = Text(safe(t.name), style="bold")
+    if t.revision:
+        head.append(f" @ {safe(t.revision[:12])}", style="dim")
+    if kind := ", ".join(t.architectures) or t.model_type or "":
+        head.append(f"  {safe(kind)}", style="cyan")
+    yield head
+    facts = [many(t.tensors, "tensor")]
+    if t.parameters is not None:
+        facts.append(f"{short(t.parameters)} parameters")
+    if t.bytes is not None:
+        facts.append(size(t.bytes))
+    facts.append(many(t.shards, "shard"))
+    facts += [f"{safe(d)} {n:,}" if len(t.dtypes) > 1 else safe(d) for d, n in sorted(t.dtypes.items())]
+    yield Text(" · ".join(facts), style="dim")
+
+
+def _summary(report: Report) -> Text:
+    s = report.summary
+    code = report.exit_code
+    line = Text()
+    for count, word, severity in (
+        (s.errors, "error", "error"),
+        (s.warnings, "warning", "warning"),
+        (s.notes, "note", "note"),
+    ):
+        line.append(many(count, word), style=SEVERITIES[severity][1] if count else "dim").append(" · ", style="dim")
+    line.append(f"{s.skips:,} not judged", style="bold magenta" if s.skips else "dim")
+    if s.suppressed:
+        line.append(f" · {s.suppressed:,} suppressed", style="dim")
+    meaning = _EXITS[code] if code == 3 else f"{_EXITS[code]} {report.fail_on}"
+    if code == 0 and report.fail_on == "never":
+        meaning = "findings never fail"
+    line.append(f"  exit {code}: {meaning}", style="dim")
+    return line

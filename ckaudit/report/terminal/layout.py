@@ -1,0 +1,105 @@
+"""Words, numbers and boxes that the views of the terminal report share. Text from a checkpoint passes through `safe` or `prose`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckaudit.naming import fold, printable
+from ckaudit.plan import Verdict
+
+FEW = 6
+"""Lines of folded names that a finding shows, and lines of a loader's message, unless all are asked for."""
+
+VERDICTS: dict[Verdict, tuple[str, str, str]] = {
+    "loads": ("✓", "loads", "bold green"),
+    "loads_with_loss": ("!", "loads with loss", "bold yellow"),
+    "fails": ("✗", "fails", "bold red"),
+    "not_judged": ("?", "not judged", "bold magenta"),
+}
+"""Mark, words and style."""
+
+SEVERITIES = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "bold cyan")}
+"""Mark and style."""
+
+
+def text(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:
+    """`parts` one below the other, without trailing blanks."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+        no_color=False,
+        legacy_windows=False,
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+
+
+def grid(*headings: str) -> Table:
+    """A borderless table whose text wraps inside its column."""
+    table = Table(
+        box=None, show_header=bool(headings), show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim"
+    )
+    for i in range(max(len(headings), 3) if headings else 3):
+        table.add_column(headings[i] if i < len(headings) else "", overflow="fold")
+    return table
+
+
+def label(words: str) -> Text:
+    return Text(words, style="dim", no_wrap=True)
+
+
+def folded(names: Sequence[str], *, verbose: bool) -> Text:
+    lines = fold(names)
+    shown = lines if verbose or len(lines) <= FEW else lines[: FEW - 1]
+    body = Text("\n".join(shown), overflow="fold")
+    if len(shown) < len(lines):
+        body.append(f"\n… and {len(lines) - len(shown):,} more lines (--verbose shows all)", style="dim")
+    return body
+
+
+def clip(said: str, *, verbose: bool) -> Text:
+    """A loader's own words: the first lines that say something."""
+    lines = [line for line in said.split("\n") if line.strip()]
+    shown = lines if verbose or len(lines) <= FEW else [*lines[: FEW - 1], "…"]
+    return prose("\n".join(shown))
+
+
+def safe(value: str) -> str:
+    return printable(value)
+
+
+def prose(value: str, style: str = "") -> Text:
+    """Sentences that may hold names: escaped line by line, but a backslash that is there stays one."""
+    return Text(
+        "\n".join(printable(line).replace("\\\\", "\\") for line in value.strip().split("\n")), style, overflow="fold"
+    )
+
+
+def many(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def short(count: int) -> str:
+    """1300659440 -> `1.30 B`."""
+    for limit, unit in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{unit}" if count < 100 * limit else f"{count / limit:,.0f}{unit}"
+    return f"{count:,}"
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, as the Hub shows them: 2601318880 -> `2.6 GB`."""
+    for limit, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return many(count, "byte")

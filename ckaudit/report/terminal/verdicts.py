@@ -1,0 +1,117 @@
+"""The verdict of each engine: one line that says it, and the facts behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ckaudit.findings import Report, tally
+from ckaudit.plan import Plan
+from ckaudit.report.terminal.layout import VERDICTS, clip, folded, grid, label, many, prose, safe, size
+
+
+def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[RenderableType]:
+    heads = [_head(p, report) for p in report.plans]
+    facts = [_facts(p, report) for p in report.plans]
+    column = max((h.cell_len for h in heads), default=0) + 2
+    beside = all(column + f.cell_len <= width for f in facts)
+    for plan, head, fact in zip(report.plans, heads, facts, strict=True):
+        if beside:
+            head.pad_right(column - head.cell_len)
+            yield head + fact
+        else:
+            yield head
+            if fact:
+                yield Padding(fact, (0, 0, 0, 4))
+        for verb, said in (("raises", plan.error), ("because", plan.not_judged)):
+            if said:
+                yield Padding(
+                    Text().append(f"{verb}: ", style="dim").append_text(clip(said, verbose=verbose)), (0, 0, 0, 4)
+                )
+        yield from _tensor_parallel(plan)
+    if not report.plans:
+        yield Text("? not judged: no engine was run", style="bold magenta")
+
+
+def _head(plan: Plan, report: Report) -> Text:
+    mark, word, style = VERDICTS[plan.verdict]
+    widest = max(len(VERDICTS[p.verdict][1]) for p in report.plans)
+    head = Text(f"{mark} {word:<{widest}}  ", style=style)
+    known = plan.release and plan.release not in plan.id
+    head.append(safe(f"{plan.id} {plan.release}" if known else plan.id), style="not bold default")
+    if plan.method == "rules":
+        head.append("  provisional", style="not bold dim default")
+    return head
+
+
+def _facts(plan: Plan, report: Report) -> Text:
+    n = tally(plan, report.sizes)
+    facts = []
+    if plan.names:
+        facts.append(f"{n.loaded:,} of {many(len(plan.names), 'tensor')}")
+        counts = {"dropped": n.dropped, "ignored": n.ignored, "unmatched": n.unmatched, "not reached": n.not_reached}
+        facts += [f"{count:,} {word}" for word, count in counts.items() if count]
+        if n.by_design:
+            facts.append(f"{n.by_design:,} left by design")
+    if n.parameters:
+        meant = f" ({n.unwritten_by_design:,} unwritten by design)" if n.unwritten_by_design else ""
+        facts.append(f"{n.full:,} of {many(n.parameters, 'parameter')} full{meant}")
+        facts += [f"{c:,} {word}" for word, c in (("partly written", n.partial), ("not observed", n.unknown)) if c]
+    if n.bytes_lost and plan.verdict != "not_judged":
+        facts.append(f"{size(n.bytes_lost)} lost")
+    return Text(" · ".join(facts), style="dim")
+
+
+def _tensor_parallel(plan: Plan) -> Iterator[RenderableType]:
+    if not plan.tp:
+        return
+    table = grid("tp", "verdict", "per rank", "")
+    for row in plan.tp:
+        _, word, style = VERDICTS[row["verdict"]]
+        rank = row.get("bytes_per_rank")
+        table.add_row(
+            str(row["size"]), Text(word, style=style), size(rank) if rank else "", prose(row.get("error") or "")
+        )
+    yield Padding(table, (0, 0, 0, 4))
+
+
+def details(plan: Plan) -> Iterator[RenderableType]:
+    """What only --verbose shows of one engine: by-design losses, rules with their hits, the environment."""
+    yield ""
+    yield Text(safe(plan.id), style="bold underline")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for n in plan.names:
+        if n.by_design is not None:
+            reasons.setdefault(("tensor", n.by_design), []).append(n.name)
+    for p in plan.parameters:
+        if p.by_design is not None and p.coverage != "full":
+            reasons.setdefault(("parameter", p.by_design), []).append(p.name)
+    if reasons:
+        table = grid("by design", "", "")
+        for (word, why), names in reasons.items():
+            table.add_row(Text(many(len(names), word)), prose(why), folded(names, verbose=True))
+        yield Padding(table, (0, 0, 0, 2))
+    if plan.rules:
+        table = grid("hits", "rule", "from", "to", "in", "source")
+        for rule in plan.rules:
+            style = "" if rule.hits else "yellow"
+            cells = (
+                rule.rule,
+                rule.key,
+                "(dropped)" if rule.to is None else rule.to,
+                rule.at or "the model",
+                rule.source,
+            )
+            table.add_row(
+                Text(f"{rule.hits:,}", style=style), *(Text(safe(c), style=style, overflow="fold") for c in cells)
+            )
+        yield Padding(table, (0, 0, 0, 2))
+    facts = {"architecture": plan.architecture, **plan.environment, **{k: str(v) for k, v in plan.options.items()}}
+    table = grid()
+    for key, value in facts.items():
+        if value:
+            table.add_row(label(safe(key)), Text(safe(str(value)), overflow="fold"))
+    yield Padding(table, (0, 0, 0, 2))
