@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ckaudit.findings import Check
 from ckaudit.naming import fold, printable
 from ckaudit.plan import Verdict
 
@@ -51,6 +52,16 @@ def grid(*headings: str) -> Table:
     )
     for i in range(max(len(headings), 3) if headings else 3):
         table.add_column(headings[i] if i < len(headings) else "", overflow="fold")
+    return table
+
+
+def catalogue(checks: Iterable[Check]) -> Table:
+    """Every check with its usual severity."""
+    table = grid("check", "usually", "what it finds")
+    for check in checks:
+        table.add_row(
+            Text(check.id, style="bold"), Text(check.severity, style=SEVERITIES[check.severity][1]), prose(check.title)
+        )
     return table
 
 

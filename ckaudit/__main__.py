@@ -1,0 +1,5 @@
+"""`python -m ckaudit`."""
+
+from ckaudit.cli import main
+
+main()

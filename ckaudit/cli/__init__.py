@@ -1,0 +1,57 @@
+"""The command line: options -> pipeline -> report -> exit code. The one place that prints and exits.
+
+One module a command, each a plain function; a new command is a function and a line here. Nothing heavy is imported before a command runs:
+`--help` costs typer alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import typer
+
+from ckaudit.cli.checks import checks
+from ckaudit.cli.explain import explain
+from ckaudit.cli.guard import guarded
+from ckaudit.cli.names import names
+
+EXIT_CODES = """Exit codes: 0 judged, nothing at or above --fail-on; 1 findings; 2 usage or environment error, or a crash of ckaudit itself;
+3 something asked for could not be judged."""
+
+app = typer.Typer(
+    name="ckaudit",
+    help="Tell, before a weight is downloaded, whether a checkpoint will load into the software that will serve it.",
+    epilog=EXIT_CODES,
+    rich_markup_mode=None,  # plain help: the rich one costs three times as much to import, and pipes badly
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+for command in (names, explain, checks):
+    app.command()(guarded(command))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from ckaudit import __version__
+
+        typer.echo(f"ckaudit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The program `ckaudit`."""
+    # A CI that ends the job must not leave engine workers behind: exit in order, which closes them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    app(prog_name="ckaudit")

@@ -1,0 +1,134 @@
+"""stdout, stderr and what is known about the terminal behind them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckaudit.errors import UsageError
+from ckaudit.progress import NullProgress, Progress, Task
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+WIDEST = 120
+
+
+def emit(text: str) -> None:
+    """Write to stdout. A reader that has gone (`| head`) is no error."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows \\u2713, not a crash
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def colour() -> bool:
+    """Whether stdout takes colours: a terminal that is not dumb, unless NO_COLOR or FORCE_COLOR say otherwise."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def width() -> int:
+    """Columns to lay a report out in: the terminal's or COLUMNS, 100 where neither says."""
+    return max(40, min(shutil.get_terminal_size((100, 24)).columns, WIDEST))
+
+
+def writable(path: Path) -> Path:
+    """`path`, after making sure before the work that a file can be put there. Raises UsageError."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"Cannot write {path}.", "Name a file in a folder that exists and is writable.")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """Put `text` at `path` in one step: a reader sees the old file or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # what a plain open() would have given
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextmanager
+def watched(*, quiet: bool = False) -> Iterator[Progress]:
+    """Progress on stderr while the block runs: bars on a terminal, notes alone elsewhere, nothing with `quiet`."""
+    if quiet:
+        yield NullProgress()
+        return
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield _Notes()
+        return
+    from rich import progress as rp
+    from rich.console import Console
+
+    columns = (
+        rp.SpinnerColumn(),
+        rp.TextColumn("{task.description}", markup=False),
+        rp.BarColumn(24),
+        rp.MofNCompleteColumn(),
+    )
+    with rp.Progress(*columns, rp.TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
+        yield _Bars(bars)
+
+
+class _Notes(NullProgress):
+    """The progress of a log: no bars, but what is worth a line."""
+
+    def note(self, text: str) -> None:
+        from ckaudit.naming import printable
+
+        print(f"ckaudit: {printable(text)}", file=sys.stderr)
+
+
+class _Bars:
+    """`progress.Progress` over rich's bars."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+
+    @contextmanager
+    def task(self, label: str, total: int | None = None) -> Iterator[Task]:
+        from ckaudit.naming import printable
+
+        number = self._bars.add_task(printable(label), total=total)
+        try:
+            yield _Bar(self._bars, number)
+        finally:
+            self._bars.remove_task(number)
+
+    def note(self, text: str) -> None:
+        from rich.text import Text
+
+        from ckaudit.naming import printable
+
+        self._bars.console.print(Text(printable(text), style="dim"))
+
+
+class _Bar:
+    def __init__(self, bars: Bars, number: TaskID) -> None:
+        self._bars, self._number = bars, number
+
+    def advance(self, steps: int = 1) -> None:
+        self._bars.advance(self._number, steps)

@@ -1,0 +1,83 @@
+"""`ckaudit names`: what would happen to every tensor, told from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckaudit.cli.options import (
+    Budget,
+    ClassName,
+    Debug,
+    Device,
+    Engines,
+    FailOn,
+    Jobs,
+    NoCache,
+    Offline,
+    TargetArg,
+    TrustRemoteCode,
+)
+
+
+def names(
+    target: TargetArg,
+    engine: Engines = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
+        ),
+    ] = None,
+    names_: Annotated[bool, typer.Option("--names", help="Put every tensor's fate and rules into the JSON.")] = False,
+    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
+    allow_not_judged: Annotated[
+        bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only the verdicts and the summary; no progress.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every name, what is left by design, rules with hits, versions.")
+    ] = False,
+    jobs: Jobs = 16,
+    trust_remote_code: TrustRemoteCode = False,
+    offline: Offline = False,
+    class_: ClassName = None,
+    device: Device = "cpu",
+    budget: Budget = 600.0,
+    no_cache: NoCache = False,
+    debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
+) -> None:
+    """Audit a checkpoint's tensor names, shapes and files from its headers alone."""
+    from ckaudit.cli import console
+    from ckaudit.pipeline import audit
+    from ckaudit.report import json_v1, terminal
+
+    file = None if json in (None, "-") else console.writable(Path(str(json)))
+    with console.watched(quiet=quiet) as progress:
+        report = audit(
+            target,
+            engine or None,
+            jobs=jobs,
+            trust_remote_code=trust_remote_code,
+            offline=offline,
+            class_name=class_,
+            device=device,
+            budget=budget,
+            cache=not no_cache,
+            fail_on=fail_on.value,
+            allow_not_judged=allow_not_judged,
+            progress=progress,
+        )
+    if file is not None:
+        console.write(file, json_v1.render(report, names=names_))
+    if json == "-":
+        console.emit(json_v1.render(report, names=names_))
+    else:
+        console.emit(
+            terminal.render(report, width=console.width(), colour=console.colour(), quiet=quiet, verbose=verbose)
+        )
+    raise typer.Exit(report.exit_code)

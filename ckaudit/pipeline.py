@@ -1,0 +1,140 @@
+"""target -> Report: the only module that names every stage."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+
+from ckaudit.checkpoint import Checkpoint, read_checkpoint
+from ckaudit.engines import Engine, EngineOptions, select
+from ckaudit.findings import FailOn, Report, Skip, Target, ordered
+from ckaudit.plan import Plan
+from ckaudit.progress import NullProgress, Progress
+from ckaudit.source import open_source
+
+SIDE_BY_SIDE = 4
+"""Engines that run at once; each is a process that may hold a few GB."""
+
+
+def audit(
+    target: str,
+    engines: Sequence[str | Engine] | None = None,
+    *,
+    jobs: int = 16,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    class_name: str | None = None,
+    device: str = "cpu",
+    budget: float = 600.0,
+    cache: bool = True,
+    fail_on: FailOn = "error",
+    allow_not_judged: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """What each engine would do with the checkpoint `target`, told from its headers alone; no tensor data is downloaded.
+
+    `target` is `org/name[@revision]` on the Hub, a folder, a `.safetensors` file or an index file. `engines` are specs as in `--engine`
+    (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects; None asks `transformers` and the
+    newest vLLM release for which a shipped rule book knows the architecture. `jobs` headers are read at once; `budget` is in seconds for
+    one engine. Nothing from the target is executed unless `trust_remote_code`.
+
+    Bad input (a broken header, a lying index) is in the report as findings. Raises a `CkauditError` for what stops an audit:
+    SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
+    """
+    from ckaudit import checks
+
+    progress = progress or NullProgress()
+    asked = None if engines is None else _selected(engines)  # a misspelt engine must not cost a download
+    options = EngineOptions(
+        trust_remote_code=trust_remote_code,
+        device=device,
+        class_name=class_name,
+        budget=budget,
+        offline=offline,
+        cache=cache,
+    )
+    source = open_source(target, jobs=jobs, offline=offline, progress=progress)
+    checkpoint = read_checkpoint(source, progress=progress, code=trust_remote_code, jobs=jobs)
+    chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
+    plans = _side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
+    findings, skips = checks.run(checkpoint, plans)
+    return Report(
+        target=describe(checkpoint),
+        plans=plans,
+        requested=frozenset(e.id for e in asked or ()),
+        sizes={t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None},
+        findings=ordered(findings, [p.id for p in plans]),
+        skips=(*skipped, *skips),
+        fail_on=fail_on,
+        allow_not_judged=allow_not_judged,
+    )
+
+
+def describe(checkpoint: Checkpoint) -> Target:
+    """The checkpoint in numbers. A sum that a missing header would falsify is None."""
+    tensors = checkpoint.tensors.values()
+    config = checkpoint.config or {}
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    sizes = [t.nbytes for t in tensors if t.nbytes is not None]
+    elements = [prod(t.shape) for t in tensors if t.shape is not None]
+    return Target(
+        name=checkpoint.name,
+        revision=checkpoint.revision,
+        source=checkpoint.kind,
+        architectures=tuple(a for a in architectures if isinstance(a, str)) if isinstance(architectures, list) else (),
+        model_type=model_type if isinstance(model_type, str) else None,
+        tensors=len(tensors),
+        parameters=sum(elements) if len(elements) == len(tensors) else None,
+        bytes=sum(sizes) if len(sizes) == len(tensors) else None,
+        shards=len(checkpoint.shards),
+        dtypes=dict(sorted(Counter(t.dtype for t in tensors if t.dtype is not None).items())),
+    )
+
+
+def _selected(specs: Sequence[str | Engine]) -> tuple[Engine, ...]:
+    """The engines that `specs` name, each once."""
+    found = [e for spec in specs for e in (select(spec) if isinstance(spec, str) else (spec,))]
+    return tuple({e.id: e for e in found}.values())
+
+
+def _default(checkpoint: Checkpoint) -> tuple[tuple[Engine, ...], tuple[Skip, ...]]:
+    """The engines of an audit that names none, and what it leaves out."""
+    from ckaudit.engines import rules
+
+    spec = rules.default_spec(checkpoint)
+    if spec is not None:
+        return (*select("transformers"), *select(spec)), ()
+    known = ", ".join(describe(checkpoint).architectures) or "this architecture"
+    reason = f"no rule book knows {known}; --engine vllm==X asks that release's own loader"
+    return select("transformers"), (Skip(check="rules", engine="vllm", reason=reason),)
+
+
+def _side_by_side(engines: Sequence[Engine], run: Callable[[Engine], Plan]) -> tuple[Plan, ...]:
+    """The plan of each engine, in their order, a few engines at a time. Raises the first engine's error, if one raised.
+
+    Daemon threads: an interrupt must end the program without waiting for the workers that they talk to.
+    """
+    done: dict[int, Plan | BaseException] = {}
+    slots = threading.Semaphore(SIDE_BY_SIDE)
+
+    def work(place: int) -> None:
+        with slots:
+            try:
+                done[place] = run(engines[place])
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                done[place] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(engines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    plans: list[Plan] = []
+    for place in range(len(engines)):
+        result = done[place]
+        if isinstance(result, BaseException):
+            raise result
+        plans.append(result)
+    return tuple(plans)
