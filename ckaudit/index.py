@@ -1,0 +1,156 @@
+"""bytes -> Index: a strict reading of a `*.safetensors.index.json`. Pure, no I/O, never raises on bad bytes.
+
+Format, as transformers, diffusers and vLLM read it: `{"metadata": {"total_size": BYTES}, "weight_map": {"NAME": "FILE"}}`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from ckaudit import jsonscan
+from ckaudit.header import MAX_DEFECTS, Defect
+
+_CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_STR = msgspec.json.Decoder(str)
+_MAP = msgspec.json.Decoder(dict[str, str])
+
+
+class Index(msgspec.Struct, frozen=True):
+    """The `*.safetensors.index.json` that says which tensor lives in which shard.
+
+    `weight_map` holds every entry that names a plain file; the others are defects, since nothing outside the folder is ever read.
+    """
+
+    path: str
+    weight_map: dict[str, str]
+    total_size: int | None
+    metadata: dict[str, Any]
+    defects: tuple[Defect, ...] = ()
+
+
+def parse(path: str, data: bytes) -> Index:
+    """The index in `data`, and everything that is wrong with it. `path` is only carried along."""
+    defects: list[Defect] = []
+    if data.startswith(b"\xef\xbb\xbf"):
+        defects.append(Defect("index-json", None, "JSON", "a byte order mark before it"))
+        data = data[3:]
+    fields: dict[str, bytes] = {}
+    try:
+        for member in jsonscan.members(data):
+            key = _text(member.key)
+            if key in fields:
+                defects.append(Defect("index-form", key, f"{key} once", "twice"))
+            if key is not None:
+                fields.setdefault(key, member.value)
+    except jsonscan.Broken as broken:
+        defects.append(_not_json(data, broken))
+    weight_map, faults = _weight_map(fields.get("weight_map"))
+    defects += faults
+    metadata, faults = _metadata(fields.get("metadata"))
+    defects += faults
+    total = metadata.get("total_size")
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)
+    if isinstance(total, bool) or not isinstance(total, int):
+        if total is not None:
+            defects.append(Defect("total-size", None, "total_size as a whole number", repr(total)[:60]))
+        total = None
+    return Index(path, weight_map, total, metadata, tuple(defects))
+
+
+def _not_json(data: bytes, broken: jsonscan.Broken) -> Defect:
+    conflict = _CONFLICT.search(data)
+    if conflict is not None:
+        line = data.count(b"\n", 0, conflict.start()) + 1
+        return Defect("index-json", None, "JSON", f"a merge conflict that was never resolved, marker on line {line}")
+    if not data.strip():
+        return Defect("index-json", None, "JSON", "nothing")
+    line = data.count(b"\n", 0, broken.at) + 1
+    return Defect("index-json", None, "JSON", f"{broken.reason} at byte {broken.at}, line {line}")
+
+
+def _weight_map(raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:
+    if raw is None:
+        return {}, [Defect("index-form", "weight_map", "an object of tensor names and files", "none")]
+    names, defects = _string_pairs(raw)
+    if not names and not defects:
+        defects.append(Defect("index-empty", "weight_map", "tensor names", "an empty weight_map"))
+    plain = {file: not_plain(file) for file in set(names.values())}
+    for name, file in names.items():
+        reason = plain[file]
+        if reason is not None:
+            defects.append(Defect("shard-name", name, "a plain file name", f"{file[:200]!r}: {reason}"))
+    if any(plain.values()):
+        names = {name: file for name, file in names.items() if plain[file] is None}
+    return names, defects
+
+
+def _string_pairs(raw: bytes) -> tuple[dict[str, str], list[Defect]]:
+    try:
+        pairs = _MAP.decode(raw)
+        if jsonscan.count_strings(raw) == 2 * len(pairs):
+            return pairs, []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    names: dict[str, str] = {}
+    defects: list[Defect] = []
+    try:
+        for member in jsonscan.members(raw):
+            key, value = _text(member.key), _text(member.value)
+            if key is None or value is None:
+                found = f"{jsonscan.excerpt(member.key)}: {jsonscan.excerpt(member.value)}"
+                defects.append(Defect("index-form", key, "a tensor name and a file name", found))
+                continue
+            if key in names:
+                found = f"{names[key]} and {value}" if names[key] != value else "twice"
+                defects.append(Defect("index-duplicate", key, "each name once", found))
+            names[key] = value
+            if len(defects) > MAX_DEFECTS:
+                break
+    except jsonscan.Broken:
+        defects.append(Defect("index-form", "weight_map", "an object of names and files", jsonscan.excerpt(raw)))
+    return names, defects
+
+
+def _metadata(raw: bytes | None) -> tuple[dict[str, Any], list[Defect]]:
+    if raw is None:
+        return {}, [Defect("index-metadata", "metadata", "an object", "none")]
+    try:
+        metadata = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict):
+        return {}, [Defect("index-metadata", "metadata", "an object", jsonscan.excerpt(raw))]
+    return metadata, []
+
+
+def _text(raw: bytes) -> str | None:
+    try:
+        return _STR.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def not_plain(file: str) -> str | None:
+    """Why `file` is no name of a file in the same folder; None when it is one."""
+    if not file or file in (".", ".."):
+        return "no name"
+    if _URL.match(file):
+        return "a URL"
+    if "\\" in file:
+        return "a backslash"
+    if file.startswith("/") or re.match(r"[A-Za-z]:", file):
+        return "an absolute path"
+    if ".." in file.split("/"):
+        return "leaves the folder"
+    if not file.isprintable():
+        return "control or invisible characters"
+    if len(file) > 255:
+        return "longer than a file name can be"
+    if not file.endswith(".safetensors"):
+        return "not a .safetensors file"
+    return None
