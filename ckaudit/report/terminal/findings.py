@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckaudit.findings import Finding, Report, Skip
 from ckaudit.plan import NameFate, Plan, Step
-from ckaudit.report.terminal.layout import SEVERITIES, folded, grid, label, many, prose, safe, size
+from ckaudit.report.terminal.layout import SEVERITIES, clip, folded, grid, label, many, prose, safe, size
 
 
 def findings(report: Report, *, verbose: bool) -> Iterator[RenderableType]:
@@ -107,5 +107,7 @@ def skips(skips: Sequence[Skip]) -> Iterator[RenderableType]:
     yield Text("? not judged", style="bold magenta")
     table = grid()
     for (engine, reason), checks in reasons.items():
-        table.add_row(Text(safe(" ".join(dict.fromkeys(checks)))), Text(safe(engine), style="dim"), prose(reason))
+        table.add_row(
+            Text(safe(" ".join(dict.fromkeys(checks)))), Text(safe(engine), style="dim"), clip(reason, verbose=False)
+        )
     yield Padding(table, (0, 0, 0, 2))

@@ -79,10 +79,10 @@ def folded(names: Sequence[str], *, verbose: bool) -> Text:
 
 
 def clip(said: str, *, verbose: bool) -> Text:
-    """A loader's own words: the first lines that say something."""
+    """A program's own words: the first lines that say something, each escaped."""
     lines = [line for line in said.split("\n") if line.strip()]
     shown = lines if verbose or len(lines) <= FEW else [*lines[: FEW - 1], "…"]
-    return prose("\n".join(shown))
+    return Text("\n").join(prose(line) for line in shown)
 
 
 def safe(value: str) -> str:
@@ -90,10 +90,8 @@ def safe(value: str) -> str:
 
 
 def prose(value: str, style: str = "") -> Text:
-    """Sentences that may hold names: escaped line by line, but a backslash that is there stays one."""
-    return Text(
-        "\n".join(printable(line).replace("\\\\", "\\") for line in value.strip().split("\n")), style, overflow="fold"
-    )
+    """A sentence that may hold names: escaped, but a backslash that is there stays one."""
+    return Text(printable(value).replace("\\\\", "\\"), style, overflow="fold")
 
 
 def many(count: int, word: str) -> str:

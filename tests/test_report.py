@@ -1,0 +1,228 @@
+"""Counting, ordering, exit codes, and the terminal view."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from reports import HOSTILE, cascade, finding, good, hostile, report, target, unjudged
+
+from ckaudit.findings import Skip, ordered, tally
+from ckaudit.plan import NameFate, Parameter
+from ckaudit.report import terminal
+from ckaudit.report.terminal import explain
+from ckaudit.report.terminal.layout import short, size
+
+TEXT_THAT_MUST_NOT_PASS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class TestTally:
+    def test_every_tensor_is_counted_once(self) -> None:
+        n = tally(cascade(), {"q_proj.weight": 2000, "norm.weight": 10})
+        assert (n.loaded, n.unmatched, n.by_design, n.ignored, n.dropped, n.not_reached) == (1, 1, 1, 0, 0, 0)
+
+    def test_lost_bytes_are_those_that_were_meant_to_be_read(self) -> None:
+        # q_proj is unmatched: all of its 2000; norm is left by design: none of its 10.
+        assert tally(cascade(), {"q_proj.weight": 2000, "norm.weight": 10}).bytes_lost == 2000
+
+    def test_the_unread_share_of_a_loaded_tensor_is_lost(self) -> None:
+        plan = good(names=(NameFate(name="a", fate="loaded", into="a", read=0.25),))
+        assert tally(plan, {"a": 1000}).bytes_lost == 750
+
+    def test_what_the_loader_never_came_to_is_not_lost(self) -> None:
+        plan = good(names=(NameFate(name="a", fate="not_reached"),))
+        assert tally(plan, {"a": 1000}).bytes_lost == 0
+
+    def test_parameters_left_by_design_are_told_apart(self) -> None:
+        n = tally(cascade(), {})
+        assert (n.parameters, n.full, n.partial, n.none, n.unknown, n.unwritten_by_design) == (2, 0, 1, 1, 0, 1)
+
+
+class TestExitCode:
+    def test_clean(self) -> None:
+        assert report(plans=(good(),), findings=()).exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("severity", "fail_on", "code"),
+        [
+            ("error", "error", 1), ("warning", "error", 0), ("note", "error", 0),
+            ("error", "warning", 1), ("warning", "warning", 1), ("note", "warning", 0),
+            ("note", "note", 1), ("error", "never", 0),
+        ],
+    )  # fmt: skip
+    def test_fail_on(self, severity: str, fail_on: str, code: int) -> None:
+        assert report(findings=(finding(severity=severity),), fail_on=fail_on).exit_code == code
+
+    def test_an_engine_asked_for_by_name_that_was_not_judged(self) -> None:
+        asked = report(plans=(good(), unjudged()), findings=(), requested=frozenset({"vllm==0.33.0"}))
+        assert asked.exit_code == 3
+        assert msgspec.structs.replace(asked, allow_not_judged=True).exit_code == 0
+        assert msgspec.structs.replace(asked, requested=frozenset()).exit_code == 0
+
+    def test_nothing_judged_at_all(self) -> None:
+        assert report(plans=(unjudged(),), findings=()).exit_code == 3
+        assert report(plans=(), findings=()).exit_code == 3
+
+    def test_findings_come_before_what_was_not_judged(self) -> None:
+        assert report(plans=(unjudged(),), findings=(finding(engine=None),)).exit_code == 1
+
+    def test_a_suppressed_finding_does_not_count(self) -> None:
+        hushed = report(findings=(finding(suppressed_by="known"), finding(severity="note")))
+        assert hushed.exit_code == 0
+        assert hushed.worst == "note"
+        assert (hushed.summary.errors, hushed.summary.notes, hushed.summary.suppressed) == (0, 1, 1)
+
+
+def test_findings_stand_worst_first_then_files_then_engines_in_their_order() -> None:
+    made = [
+        finding(severity="note", engine=None, check="CK101"),
+        finding(severity="error", engine="b", check="CK201"),
+        finding(severity="error", engine="a", check="CK202"),
+        finding(severity="error", engine=None, check="CK109"),
+    ]
+    found = ordered(made, ["a", "b"])
+    assert [(f.severity, f.engine, f.check) for f in found] == [
+        ("error", None, "CK109"),
+        ("error", "a", "CK202"),
+        ("error", "b", "CK201"),
+        ("note", None, "CK101"),
+    ]
+    assert ordered(reversed(made), ["a", "b"]) == found
+
+
+class TestTerminal:
+    def test_verdicts_come_before_findings(self) -> None:
+        lines = terminal.render(report()).splitlines()
+        loads = next(i for i, line in enumerate(lines) if line.startswith("✓ loads"))
+        fails = next(i for i, line in enumerate(lines) if line.startswith("✗ fails"))
+        first = next(i for i, line in enumerate(lines) if "CK201" in line)
+        assert loads < fails < first
+
+    def test_a_rules_verdict_says_that_it_is_provisional(self) -> None:
+        (line,) = (line for line in terminal.render(report()).splitlines() if line.startswith("✗ fails"))
+        assert "provisional" in line
+        assert "provisional" not in terminal.render(report(plans=(good(),), findings=()))
+
+    def test_the_chain_is_told_step_by_step(self) -> None:
+        out = terminal.render(report())
+        steps = [
+            "q_proj.weight\n",
+            "→ qkv_proj.weight  (stacked 'q_proj' in attn",
+            "→ qkqkv_proj.weight  (stacked 'v_proj' in attn",
+        ]
+        places = [out.index(step) for step in steps]
+        assert places == sorted(places)
+
+    def test_cause_and_cure(self) -> None:
+        out = terminal.render(report())
+        for text in (
+            "wanted",
+            "found",
+            "Serve with 0.33.0.",
+            "blame: engine",
+            "There is no parameter named 'qkqkv_proj'",
+        ):
+            assert text in out
+
+    def test_one_cause_in_two_engines_is_told_once(self) -> None:
+        both = (finding(engine="transformers"), finding(engine="rules:vllm==0.25.1"))
+        out = terminal.render(report(findings=both))
+        assert out.count("CK201") == 1
+        assert "transformers · rules:vllm==0.25.1" in out
+
+    def test_different_causes_stay_apart(self) -> None:
+        assert terminal.render(report(findings=(finding(), finding(found="other")))).count("CK201") == 2
+
+    def test_many_names_are_folded_and_cut_unless_all_are_asked_for(self) -> None:
+        names = tuple(f"layers.{i}.{leaf}" for i in range(24) for leaf in "abcdefgh")
+        made = report(findings=(finding(names=names, count=len(names), bytes=0),))
+        assert "layers.{0..23}.a" in terminal.render(made)
+        assert "… and 3 more lines" in terminal.render(made)
+        assert "layers.{0..23}.h" in terminal.render(made, verbose=True)
+
+    def test_quiet_keeps_verdicts_and_summary(self) -> None:
+        out = terminal.render(report(), quiet=True)
+        assert "✗ fails" in out
+        assert "1 error" in out
+        assert "CK201" not in out
+
+    def test_verbose_shows_what_is_left_by_design_rules_and_versions(self) -> None:
+        out = terminal.render(report(), verbose=True)
+        assert re.search(r"1 tensor +computed +norm\.weight", out)
+        assert re.search(r"0 +stacked +\.z +y +attn", out)
+        assert re.search(r"torch +2\.13\.0", out)
+
+    def test_skips_with_one_reason_share_a_line(self) -> None:
+        skips = tuple(Skip(check=c, engine="transformers", reason="no shapes") for c in ("CK301", "CK302"))
+        out = terminal.render(report(skips=skips))
+        assert re.search(r"CK301 CK302 +transformers +no shapes", out)
+        assert "2 not judged" in out
+
+    def test_the_exit_code_is_explained(self) -> None:
+        assert "exit 1: findings at or above error" in terminal.render(report())
+        assert "exit 3: something asked for could not be judged" in terminal.render(
+            report(plans=(unjudged(),), findings=())
+        )
+
+    @pytest.mark.parametrize("width", [40, 80, 120])
+    @pytest.mark.parametrize("verbose", [False, True])
+    def test_no_line_is_wider_than_asked(self, width: int, verbose: bool) -> None:
+        long = report(findings=(finding(names=("x" * 500,), message="word " * 100),), target=target(name="n" * 300))
+        assert max(map(len, terminal.render(long, width=width, verbose=verbose).splitlines())) <= width
+
+    def test_colours_only_when_asked(self) -> None:
+        assert "\x1b" not in terminal.render(report())
+        assert "\x1b[1;31m" in terminal.render(report(), colour=True)
+
+    @pytest.mark.parametrize("verbose", [False, True])
+    def test_hostile_text_cannot_touch_the_terminal(self, verbose: bool) -> None:
+        out = terminal.render(hostile(), width=4000, verbose=verbose)
+        assert not TEXT_THAT_MUST_NOT_PASS.search(out)
+        assert r"a\x1b[31m\n\u202e[red]b[/red]\\x" in out  # markup is printed, not obeyed
+
+    def test_hostile_text_cannot_touch_an_explanation(self) -> None:
+        out = explain.render(hostile(), HOSTILE, width=4000)
+        assert not TEXT_THAT_MUST_NOT_PASS.search(out)
+
+
+class TestExplain:
+    def test_a_tensor(self) -> None:
+        out = explain.render(explain.about(report(), "q_proj.weight"), "q_proj.weight")
+        for text in ("→ qkv_proj.weight", "→ qkqkv_proj.weight", "unmatched", "CK201", "no rule changes the name"):
+            assert text in out
+
+    def test_a_parameter(self) -> None:
+        out = explain.render(explain.about(report(), "qkv_proj.weight"), "qkv_proj.weight")
+        assert "partly written (33.3%)" in out
+        assert "k_proj.weight" in out
+        assert "CK201" not in out  # that finding names the tensor, not the parameter
+
+    def test_known_names(self) -> None:
+        assert explain.known(report(), "norm.weight")
+        assert explain.known(report(plans=(cascade(),)), "qkv_proj.weight")
+        assert not explain.known(report(), "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(999, "999"), (1_300_659_440, "1.3 B"), (494_000_000, "494 M"), (1_000_000_000_000, "1 T")]
+)
+def test_short(count: int, shown: str) -> None:
+    assert short(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(1, "1 byte"), (999, "999 bytes"), (1000, "1.0 kB"), (2_601_318_880, "2.6 GB")]
+)
+def test_size(count: int, shown: str) -> None:
+    assert size(count) == shown
+
+
+def test_an_empty_report_renders() -> None:
+    empty = report(plans=(), findings=(), target=target(tensors=0, parameters=None, bytes=None, shards=0, dtypes={}))
+    assert "not judged" in terminal.render(empty)
+
+
+def test_a_partly_read_parameter_without_share_renders() -> None:
+    plan = cascade(parameters=(Parameter(name="qkv_proj.weight", coverage="partial"),))
+    assert "partly written" in explain.render(report(plans=(plan,)), "qkv_proj.weight")
