@@ -68,26 +68,26 @@ def engine_runner(engine: str) -> Runner:
 def serve(inward: BinaryIO, outward: BinaryIO, runner: Callable[[str], Runner]) -> None:
     """Do jobs from `inward` until it ends. An adapter that raises, or calls `sys.exit`, costs its own job and no other."""
 
-    def send(reply: Reply) -> None:
-        outward.write(msgspec.json.encode(reply) + b"\n")
+    def send(line: bytes) -> None:
+        outward.write(line + b"\n")
         outward.flush()
 
     def read(name: str) -> bytes:
-        send(ReadCall(name))
-        answer = msgspec.json.decode(inward.readline(), type=Data)
-        if answer.error is not None:
-            raise OSError(f"{name}: {answer.error}")
-        return answer.data
+        send(msgspec.json.encode(ReadCall(name)))
+        got = msgspec.json.decode(inward.readline(), type=Data)
+        if got.error is not None:
+            raise OSError(f"{name}: {got.error}")
+        return got.data
 
     for line in inward:
         job = msgspec.json.decode(line, type=JobCall).job
         try:
-            done = Done(plan=runner(job.engine)(job, read))
+            answer = msgspec.json.encode(Done(plan=runner(job.engine)(job, read)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  (anything at all: the parent must get its answer)
             traceback.print_exc()
-            done = Done(error=f"{type(error).__name__}: {error}")
+            answer = msgspec.json.encode(Done(error=f"{type(error).__name__}: {error}"))
         sys.stderr.flush()
-        send(done)
+        send(answer)
 
 
 def _end_with_parent() -> None:

@@ -1,11 +1,123 @@
-"""Runs in the worker: one Job through the real loader of the installed transformers."""
+"""Runs in the worker: one Job through the real `from_pretrained` of the installed transformers, on tensors without data.
+
+The public call is used, not its inner steps: it is the documented one, it keeps the loader's own order of quantiser, class, conversion and
+tying, and it raises what a user's load would raise. Observers (`observe`) see what it does not tell. It runs with the defaults of a plain
+`from_pretrained`, so a shape mismatch raises as it would for the user, after every tensor has been looked at.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
 from ckaudit.engines import Job, ReadTensor
-from ckaudit.plan import Plan
+from ckaudit.plan import Failure, NameFate, Plan
+
+# What a header cannot hold and the loader wanted, in the words of torch.
+_NO_DATA = ("meta tensor", "meta device", "on meta", "Meta tensors", "aten::_local_scalar_dense", "device meta")
 
 
-def run(job: Job, read: ReadTensor) -> Plan:
+def run(job: Job, read: ReadTensor) -> Plan:  # noqa: ARG001  (no operation of transformers 5 reads a tensor small enough to ask for)
     """What the installed transformers does with the checkpoint of `job`."""
-    raise NotImplementedError
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(prefix="ckaudit-config-") as folder:
+        os.environ.setdefault("HF_MODULES_CACHE", os.path.join(tempfile.gettempdir(), "ckaudit-modules"))
+        try:
+            import torch
+            import transformers
+        except Exception as error:  # noqa: BLE001  (a broken installation is the environment's, however it breaks)
+            return _plan(not_judged=f"torch or transformers cannot be imported ({_line(error)})")
+        environment = {
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "platform": "cuda sm90 (pretended)" if job.options.device == "cuda" else "cpu",
+        }
+        plan = _load(job, Path(folder))
+    return _with(plan, environment)
+
+
+def _with(plan: Plan, environment: dict[str, str]) -> Plan:
+    import msgspec
+
+    return msgspec.structs.replace(plan, release=environment["transformers"], environment=environment)
+
+
+def _plan(**fields: Any) -> Plan:
+    return Plan(id="transformers", engine="transformers", release=None, method="live", **fields)
+
+
+def _load(job: Job, folder: Path) -> Plan:
+    from ckaudit.engines.transformers import fates
+    from ckaudit.engines.transformers.classes import NotForUs, choose, lay_out
+    from ckaudit.engines.transformers.observe import Record, watch
+    from ckaudit.engines.transformers.shortcuts import shortcuts
+    from ckaudit.engines.transformers.tensors import Fed
+
+    lay_out(job.texts, folder, code=job.options.trust_remote_code)
+    try:
+        chosen = choose(job, folder)
+    except NotForUs as reason:
+        return _plan(not_judged=str(reason))
+    except Exception as error:  # noqa: BLE001  (sorted by what it says)
+        return _refused(job, error, None)
+    record = Record(Fed(job.tensors))
+    failure: Exception | None = None
+    try:
+        with watch(record), shortcuts(job.options.device):
+            _from_pretrained(chosen.cls, chosen.config, record.fed.state)
+    except NotForUs as reason:
+        return _plan(not_judged=str(reason))
+    except Exception as error:  # noqa: BLE001
+        failure = error
+        if record.stage == "construct":
+            return _refused(job, error, chosen.cls.__name__)
+        if record.stage != "finalize" and _wanted_data(str(error)):
+            return _plan(
+                architecture=chosen.cls.__name__,
+                not_judged=f"the loader reads values, not only shapes ({_line(error)})",
+            )
+    return fates.tell(job, chosen, record, failure)
+
+
+def _from_pretrained(cls: Any, config: Any, state: dict[str, Any]) -> None:
+    import torch
+
+    cls.from_pretrained(
+        None, config=config, state_dict=state, device_map={"": torch.device("meta")}, output_loading_info=True
+    )
+
+
+def _refused(job: Job, error: Exception, architecture: str | None) -> Plan:
+    """The plan of a load that ended before the first weight.
+
+    A package, a file or an accelerator that is missing, and code of the repo that does not run here, are the environment's. What is left,
+    a config that transformers' own classes refuse, raises in any environment: it fails, and no tensor is reached.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename.replace(os.sep, "/") for frame in frames]
+    quantiser = any("/transformers/quantizers/" in name or name.endswith("quantization_config.py") for name in files)
+    remote = any("transformers_modules" in name or "ckaudit-modules" in name for name in files)
+    missing = isinstance(error, ImportError | OSError | MemoryError | NotImplementedError)
+    if missing or quantiser or remote or _wanted_data(str(error)):
+        where = "the repo's own code does not run here" if remote else "the environment does not allow this load"
+        return _plan(architecture=architecture, not_judged=f"{where} ({_line(error)})")
+    return _plan(
+        architecture=architecture,
+        error=_line(error),
+        failures=(Failure(message=_line(error)),),
+        names=tuple(NameFate(name=spec.name, fate="not_reached", read=0.0) for spec in job.tensors),
+    )
+
+
+def _wanted_data(text: str) -> bool:
+    return any(sign in text for sign in _NO_DATA)
+
+
+def _line(error: BaseException) -> str:
+    """`Type: message`, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

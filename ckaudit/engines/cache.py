@@ -1,0 +1,119 @@
+"""Plans on disk: the second audit of the same checkpoint by the same software costs a look-up, and no import of torch.
+
+A plan is a function of what goes into its key: ckaudit and its engine code, the engine's release, every library that takes part, Python,
+the checkpoint's small files, its tensors' names, dtypes and shapes, and the options. Plans that were not judged are not kept: the
+environment that stood in the way may be mended by the next run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import platformdirs
+
+import ckaudit
+from ckaudit.engines import Job
+from ckaudit.plan import Plan
+
+MAX_BYTES = 512 * 2**20
+"""Size of the whole cache; the plans that were used least recently go first."""
+
+_MARK = b"ckaudit plan 1\n"
+_DIGEST = hashlib.sha256().digest_size
+
+
+def home() -> Path:
+    """The folder that holds what ckaudit keeps: `CKAUDIT_HOME`, else the user's cache folder."""
+    return Path(os.environ.get("CKAUDIT_HOME") or platformdirs.user_cache_dir("ckaudit"))
+
+
+def key(job: Job, versions: Mapping[str, str], code: Iterable[Path] = ()) -> str:
+    """The name under which the plan of `job` is kept; `versions` are the software's that takes part, `code` the engine's own files."""
+    options = msgspec.to_builtins(job.options)
+    for spoken in ("budget", "offline", "cache"):  # they decide whether a plan is made, not what it says
+        options.pop(spoken)
+    digest = hashlib.sha256()
+    facts = (
+        ckaudit.__version__,
+        sys.version,
+        sys.platform,
+        job.engine,
+        job.release,
+        sorted(versions.items()),
+        options,
+        job.index_only,
+    )
+    digest.update(msgspec.json.encode(facts))
+    digest.update(
+        msgspec.json.encode(sorted((name, hashlib.sha256(text).hexdigest()) for name, text in job.texts.items()))
+    )
+    digest.update(msgspec.json.encode([(t.name, t.dtype, t.shape) for t in job.tensors]))
+    for path in sorted(code):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class PlanCache:
+    """The plans under `folder`. A cache that cannot be read or written is an empty one: it never stops an audit."""
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = home() / "plans" if folder is None else folder
+        self._max_bytes = max_bytes
+
+    def get(self, name: str) -> Plan | None:
+        """The plan kept under `name`; None if there is none, or if it is not whole."""
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+            start = len(_MARK) + _DIGEST
+            if data[: len(_MARK)] != _MARK or hashlib.sha256(data[start:]).digest() != data[len(_MARK) : start]:
+                return None
+            plan = msgspec.msgpack.decode(memoryview(data)[start:], type=Plan)
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return None
+        with suppress(OSError):
+            os.utime(path)  # last used, for `_trim`
+        return plan
+
+    def put(self, name: str, plan: Plan) -> None:
+        """Keep `plan`, unless it was not judged or is too big to leave room for others."""
+        if plan.not_judged is not None:
+            return
+        body = msgspec.msgpack.encode(plan)
+        if len(body) > self._max_bytes // 4:
+            return
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle, part = tempfile.mkstemp(dir=self._folder, suffix=".part")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_MARK + hashlib.sha256(body).digest() + body)
+                os.replace(part, self._path(name))
+            except BaseException:
+                os.unlink(part)
+                raise
+            self._trim()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.plan"
+
+    def _trim(self) -> None:
+        kept = []
+        for path in self._folder.iterdir():
+            with suppress(OSError):  # another process trims too
+                status = path.stat()
+                kept.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
+            if total <= self._max_bytes:
+                break
+            with suppress(OSError):
+                path.unlink()
+            total -= size

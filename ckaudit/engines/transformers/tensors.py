@@ -1,0 +1,73 @@
+"""Checkpoint tensors as the loader meets them: a shape and a dtype on the meta device, and the name that they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ckaudit.checkpoint import TensorSpec
+
+# safetensors dtype -> torch dtype, as safetensors' own torch binding maps them (`safetensors/torch.py`, `_TYPES`).
+TORCH = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+
+_NAMES = {getattr(torch, name): code for code, name in TORCH.items() if hasattr(torch, name)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype; torch's own where safetensors has none."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype that safetensors reads `name` as; None where it has none (six-bit floats, an unknown code)."""
+    return getattr(torch, TORCH.get(name or "", ""), None)
+
+
+class Fed:
+    """The state dict that is fed to the loader, and which of its tensors are stand-ins for something unknown."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.state: dict[str, Any] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.shapeless: set[str] = set()
+        """Names whose shape nobody knows: an index lists them, no header was read."""
+        self.odd: set[str] = set()
+        """Names whose dtype torch has no word for, or whose shape no tensor can have."""
+        for spec in specs:
+            self.specs[spec.name] = spec
+            self.state[spec.name] = tag(self._meta(spec), (spec.name,))
+
+    def _meta(self, spec: TensorSpec) -> Any:
+        if spec.shape is None:
+            self.shapeless.add(spec.name)
+            return torch.empty((), dtype=torch_dtype(spec.dtype) or torch.bfloat16, device="meta")
+        dtype, shape = torch_dtype(spec.dtype), spec.shape
+        if dtype is None:
+            self.odd.add(spec.name)
+        elif spec.dtype == "F4":  # two to a byte: torch counts bytes in the last dimension, the header counts elements
+            shape = (*shape[:-1], shape[-1] // 2) if shape else shape
+        try:
+            return torch.empty(shape, dtype=dtype or torch.uint8, device="meta")
+        except (RuntimeError, TypeError, ValueError):  # more elements than an index can count, a negative size
+            self.odd.add(spec.name)
+            return torch.empty((), dtype=torch.uint8, device="meta")
+
+
+def tag(tensor: Any, names: tuple[str, ...]) -> Any:
+    """`tensor`, marked as made from the checkpoint tensors `names`."""
+    tensor._ckaudit_names = names
+    return tensor
+
+
+def tags(tensor: Any) -> tuple[str, ...]:
+    """The checkpoint tensors that `tensor` was made from, as far as they were followed."""
+    return getattr(tensor, "_ckaudit_names", ())
