@@ -1,0 +1,217 @@
+"""A model repo on the Hugging Face Hub: the only module that knows its client, its addresses and its cache.
+
+One request fixes the commit and lists the files; every read is of that commit. The session is the client's own, so that its proxies,
+certificates and hooks hold; see `transfer` for what happens on the way and `faults` for how it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import huggingface_hub
+import msgspec
+from huggingface_hub import constants, get_session, get_token
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import hf_hub_url, repo_folder_name
+
+import ckaudit
+from ckaudit.errors import SourceError
+from ckaudit.naming import printable
+from ckaudit.progress import NullProgress, Progress
+from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
+from ckaudit.source.faults import Asked, Refusal, explain
+from ckaudit.source.local import read_range
+from ckaudit.source.parallel import side_by_side
+from ckaudit.source.target import cached_commit, open_snapshot
+from ckaudit.source.transfer import Transfer, Wanted
+
+MAX_JOBS = 96
+"""The client's pool holds 100 connections; more readers would wait in it until they time out."""
+
+_KEPT = 64 << 20
+"""Bytes of files read whole that are kept, so that none is asked for twice."""
+
+# The root of the client's exceptions, from httpx or httpx2, whichever this huggingface_hub was built on.
+_CLIENT_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+
+
+class _Lfs(msgspec.Struct):
+    sha256: str | None = None
+    size: int | None = None
+
+
+class _Sibling(msgspec.Struct):
+    rfilename: str
+    size: int | None = None
+    lfs: _Lfs | None = None
+
+
+class _Listing(msgspec.Struct):
+    sha: str
+    siblings: list[_Sibling]
+    gated: bool | str = False
+
+
+def open_hub(name: str, revision: str | None, *, jobs: int, offline: bool, progress: Progress) -> Source:
+    """The repo `name` at `revision` (None: its default branch); when offline, as the local cache holds it."""
+    told = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    if offline or told or constants.HF_HUB_OFFLINE:
+        return _from_cache(name, revision)
+    return HubSource(name, revision, jobs=jobs, progress=progress)
+
+
+def _from_cache(name: str, revision: str | None) -> Source:
+    cache = Path(constants.HF_HUB_CACHE)
+    repo = cache / repo_folder_name(repo_id=name, repo_type="model")
+    commit = cached_commit(repo, revision)
+    at = f"{name}@{printable(revision)}" if revision else name
+    step = "Unset HF_HUB_OFFLINE (or --offline) to read it from the Hub."
+    if commit is None:
+        raise SourceError(f"{at} is not in the local cache ({cache}), and the Hub must not be asked.", step)
+    source = open_snapshot(repo, commit, name, kind="hub")
+    if not any(path.endswith((".safetensors", ".safetensors.index.json")) for path in source.files()):
+        raise SourceError(f"The local cache holds no weights of {at}, and the Hub must not be asked.", step)
+    return source
+
+
+class HubSource:
+    """Read access to one commit of one model repo."""
+
+    kind = "hub"
+
+    def __init__(
+        self,
+        name: str,
+        revision: str | None = None,
+        *,
+        jobs: int = 16,
+        progress: Progress | None = None,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """Asks the Hub for the commit and its files. Raises SourceError. `wait` sleeps between tries, for tests."""
+        self.name = name
+        self._jobs = max(1, min(jobs, MAX_JOBS))
+        self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        self._asked = Asked(
+            repo=name,
+            host=urlsplit(self._endpoint).netloc.rpartition("@")[2],
+            endpoint=self._endpoint,
+            revision=revision,
+            token=bool(token),
+        )
+        self._transfer = Transfer(
+            get_session,
+            (_CLIENT_ERROR, OSError),
+            headers={"user-agent": _user_agent(), "accept-encoding": "identity"},
+            secret={"authorization": f"Bearer {token}"} if token else {},
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            progress=progress or NullProgress(),
+            wait=wait,
+        )
+        listing = self._list(revision)
+        self.revision: str | None = listing.sha
+        self._gated = listing.gated is not False
+        found = (FileInfo(s.rfilename, s.size, s.lfs.sha256 if s.lfs else None) for s in listing.siblings)
+        self._files = {info.path: info for info in sorted(found, key=lambda info: info.path)}
+        self._snapshot = _snapshot(name, listing.sha)
+        self._kept: dict[str, bytes] = {}
+        self._room = _KEPT
+
+    def files(self) -> dict[str, FileInfo]:
+        """Every file of the commit by path, sorted, with its size and, for large ones, its sha256."""
+        return self._files
+
+    def read(self, path: str) -> bytes:
+        """A whole (small) file. Raises KeyError when the commit has none of this path, SourceError when it cannot be read."""
+        size = self._files[path].size
+        if size is not None and size > MAX_WHOLE:
+            raise SourceError(f"{self._about(path).what} has {size:,} bytes, more than is read whole ({MAX_WHOLE:,}).")
+        data = self._read(Span(path, 0, MAX_WHOLE if size is None else size), threading.Event())
+        if isinstance(data, Unreadable):
+            raise SourceError(f"{self._about(path).what} cannot be read: {data.reason}.")
+        return data
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
+        """The bytes of each span, `jobs` at once, in the order they arrive; the first SourceError ends all of them."""
+        return side_by_side(self._read, spans, self._jobs)
+
+    def _list(self, revision: str | None) -> _Listing:
+        url = f"{self._endpoint}/api/models/{self.name}"
+        url += f"/revision/{quote(revision, safe='')}" if revision else ""
+        body = self._transfer.fetch(Wanted(url=f"{url}?blobs=true", asked=self._asked), threading.Event())
+        if isinstance(body, Refusal):
+            raise explain(body, self._asked)
+        try:
+            if isinstance(body, bytes):
+                listing = msgspec.json.decode(body, type=_Listing)
+                if re.fullmatch(r"[0-9A-Za-z]{1,64}", listing.sha):
+                    return listing
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            pass
+        raise SourceError(
+            f"{self._asked.host} answers, but not with the listing of a model repo.",
+            "Check that HF_ENDPOINT is the address of a Hub.",
+        )
+
+    def _read(self, span: Span, stop: threading.Event) -> bytes | Unreadable:
+        info = self._files.get(span.path)
+        if info is None:
+            return Unreadable("the repo has no such file")
+        if _unsafe(span.path):
+            return Unreadable("its name is not a path inside the repo")
+        end = span.stop if info.size is None else min(span.stop, info.size)
+        if end <= span.start:
+            return b""
+        if (kept := self._kept.get(span.path)) is not None:
+            return kept[span.start : end]
+        if (cached := self._cached(info)) is not None:
+            return read_range(cached, span.start, end)
+        asked = self._about(span.path)
+        url = hf_hub_url(self.name, span.path, revision=self.revision, endpoint=self._endpoint)
+        data = self._transfer.fetch(Wanted(url=url, asked=asked, start=span.start, stop=end, size=info.size), stop)
+        if isinstance(data, Refusal):
+            return self._refused(data, asked)
+        if isinstance(data, bytes) and span.start == 0 and end == info.size and end <= self._room:
+            self._room -= end
+            self._kept[span.path] = data
+        return data
+
+    def _refused(self, answer: Refusal, asked: Asked) -> Unreadable:
+        """One file that is refused in a repo that is open is that file's fault; in a gated repo, or for a bad token, it is not."""
+        error = explain(answer, asked)
+        if answer.status in (401, 403) and (self._gated or answer.status == 401):
+            raise error
+        return Unreadable(error.message.rstrip("."))
+
+    def _about(self, path: str) -> Asked:
+        return msgspec.structs.replace(self._asked, path=path)
+
+    def _cached(self, info: FileInfo) -> Path | None:
+        """The file in the local cache, when that holds this commit's, whole."""
+        if self._snapshot is None:
+            return None
+        path = self._snapshot / info.path
+        try:
+            return path if info.size is not None and path.stat().st_size == info.size else None
+        except OSError:
+            return None
+
+
+def _snapshot(name: str, commit: str) -> Path | None:
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots" / commit
+    return folder if folder.is_dir() else None
+
+
+def _unsafe(path: str) -> bool:
+    return any(part in ("", ".", "..") for part in path.split("/")) or "\\" in path or "\0" in path
+
+
+def _user_agent() -> str:
+    """As the client words it; its own function for this asks the Hub for a list first, which costs a request."""
+    return f"ckaudit/{ckaudit.__version__}; hf_hub/{huggingface_hub.__version__}"

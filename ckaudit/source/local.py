@@ -1,0 +1,168 @@
+"""A checkpoint on disk: a folder, one file, or a snapshot in the Hugging Face cache.
+
+Nothing is followed out of the target: a repo may hold links to anywhere. The exception is the cache, whose snapshots are links to blobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ckaudit.errors import SourceError
+from ckaudit.source import MAX_WHOLE, FileInfo, Span, Unreadable
+
+MAX_ENTRIES = 100_000
+"""Files and folders walked before a folder is taken for something else than a checkpoint."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class LocalSource:
+    """Read access to one folder (hidden folders apart), or to the part of it that `only` accepts by path."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str,
+        kind: str = "local",
+        revision: str | None = None,
+        only: Callable[[str], bool] | None = None,
+        stores: tuple[Path, ...] = (),
+        absent: Mapping[str, FileInfo] | None = None,
+    ) -> None:
+        """`stores` are folders outside `root` that links may lead into; `absent` are files known to exist, but not here."""
+        self.name = name
+        self.kind = kind
+        self.revision = revision
+        self._root = Path(os.path.realpath(root))
+        self._only = only
+        self._homes = (self._root, *(Path(os.path.realpath(s)) for s in stores))
+        self._absent = absent or {}
+        self._seen: dict[str, tuple[Path, os.stat_result]] = {}
+        self._broken: dict[str, str] = {}
+        self._files: dict[str, FileInfo] | None = None
+
+    def files(self) -> dict[str, FileInfo]:
+        """Every file by path, sorted; one that cannot be read has no size. Raises SourceError. The folder is walked once."""
+        if self._files is None:
+            found = {path: self._info(path, at) for path, at in self._walk() if self._only is None or self._only(path)}
+            for path, info in self._absent.items():
+                if path not in found:
+                    found[path] = info
+                    self._broken[path] = "not in the local cache of the Hub"
+            self._files = dict(sorted(found.items()))
+        return self._files
+
+    def read(self, path: str) -> bytes:
+        """A whole (small) file. Raises KeyError when it is not there, SourceError when it cannot be read."""
+        info = self.files()[path]
+        if info.size is not None and info.size > MAX_WHOLE:
+            raise SourceError(
+                f"{path} in {self.name} has {info.size:,} bytes, more than is read whole ({MAX_WHOLE:,})."
+            )
+        data = self._read(Span(path, 0, MAX_WHOLE))
+        if isinstance(data, Unreadable):
+            raise SourceError(f"{path} in {self.name} cannot be read: {data.reason}.")
+        return data
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
+        """The bytes of each span, in the order asked."""
+        for span in spans:
+            yield span, self._read(span)
+
+    def _read(self, span: Span) -> bytes | Unreadable:
+        self.files()
+        if span.path not in self._seen:
+            return Unreadable(self._broken.get(span.path, "there is no such file"))
+        at, then = self._seen[span.path]
+        return read_range(at, span.start, span.stop, then)
+
+    def _walk(self) -> Iterator[tuple[str, Path]]:
+        folders, entries = [("", self._root)], 0
+        while folders:
+            prefix, folder = folders.pop()
+            try:
+                with os.scandir(folder) as rows:
+                    for row in rows:
+                        entries += 1
+                        if entries > MAX_ENTRIES:
+                            raise SourceError(
+                                f"{self.name} holds more than {MAX_ENTRIES:,} files.",
+                                "Give the folder of one checkpoint.",
+                            )
+                        path = prefix + _text(row.name)
+                        if not row.is_dir(follow_symlinks=False):
+                            yield path, Path(row.path)
+                        elif not row.name.startswith("."):
+                            folders.append((path + "/", Path(row.path)))
+            except OSError as error:
+                if not prefix:
+                    raise SourceError(
+                        f"{self.name} cannot be read: {_cause(error)}.", "Check the path and its permissions."
+                    ) from None
+                self._broken[prefix] = _cause(error)
+                yield prefix, folder
+
+    def _info(self, path: str, at: Path) -> FileInfo:
+        """What is known of one entry; where it cannot be read, why, for later."""
+        sha256 = None
+        try:
+            if at.is_symlink():
+                real = Path(os.path.realpath(at))
+                if not any(real.is_relative_to(home) for home in self._homes):
+                    self._broken[path] = "a link that leads out of the target, so it is not followed"
+                elif _SHA256.fullmatch(blob := Path(os.readlink(at)).name):
+                    sha256 = blob  # the cache names the blob of a large file by its sha256
+            seen = os.stat(at)
+        except OSError as error:
+            self._broken[path] = "a link to nothing" if at.is_symlink() and not at.exists() else _cause(error)
+            return FileInfo(path, None)
+        if not stat.S_ISREG(seen.st_mode):
+            self._broken.setdefault(path, "not a regular file")
+        if path in self._broken:
+            return FileInfo(path, None)
+        self._seen[path] = (at, seen)
+        return FileInfo(path, seen.st_size, sha256)
+
+
+def read_range(at: Path, start: int, stop: int, then: os.stat_result | None = None) -> bytes | Unreadable:
+    """The bytes `start` to `stop` (clipped) of a regular file; Unreadable if it is not one, or not the one seen `then`."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        handle = os.open(at, flags)  # O_NONBLOCK: a pipe that took the file's place must not hang the audit
+    except OSError as error:
+        return Unreadable(_cause(error))
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        try:
+            now = os.fstat(handle)
+            if not stat.S_ISREG(now.st_mode):
+                return Unreadable("not a regular file")
+            wanted = max(0, min(stop, now.st_size) - start)
+            file.seek(start)
+            data = bytearray()
+            while len(data) < wanted and (piece := file.read(wanted - len(data))):
+                data += piece
+            after = os.fstat(handle)
+        except OSError as error:
+            return Unreadable(_cause(error))
+    if _identity(after) != _identity(then or now) or len(data) != wanted:
+        return Unreadable("it changed while it was read")
+    return bytes(data)
+
+
+def _identity(seen: os.stat_result) -> tuple[int, int, int, int]:
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
+
+
+def _cause(error: OSError) -> str:
+    """The system's own words (`Permission denied`), without the path, which may be hostile."""
+    return (error.strerror or type(error).__name__).lower()
+
+
+def _text(name: str) -> str:
+    """A file name as text that any report can hold: bytes that are not UTF-8 as escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

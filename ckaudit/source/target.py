@@ -1,0 +1,189 @@
+"""What a user may name as a target, and which source each spelling opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from ckaudit.errors import SourceError, UsageError
+from ckaudit.naming import printable
+from ckaudit.progress import Progress
+from ckaudit.source import FileInfo, Source
+from ckaudit.source.local import LocalSource
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
+_REPO = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>[^\s@]+))?")
+_WEB = re.compile(r"(?:tree|blob|resolve)/(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+)(?P<inside>/.*)?")
+_HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
+_SPELLINGS = "Give org/name[@revision], a folder, a .safetensors file or a .safetensors.index.json file."
+
+
+class HubTarget(msgspec.Struct, frozen=True):
+    """A model repo on the Hub; `revision` None is the default branch."""
+
+    name: str
+    revision: str | None = None
+
+    def open(self, *, jobs: int, offline: bool, progress: Progress) -> Source:
+        from ckaudit.source.hub import open_hub
+
+        return open_hub(self.name, self.revision, jobs=jobs, offline=offline, progress=progress)
+
+
+class LocalTarget(msgspec.Struct, frozen=True):
+    """A folder or a file on this disk; `name` is how the user spelled it."""
+
+    name: str
+    path: Path
+
+    def open(self, *, jobs: int, offline: bool, progress: Progress) -> Source:  # noqa: ARG002  one shape for both
+        if self.path.is_dir():
+            return open_folder(self.path, self.name)
+        return open_file(self.path, self.name)
+
+
+def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
+    """What `target` names. Raises UsageError, with the spellings that make sense, for what can be neither a path nor a repo."""
+    if not target.strip() or "\0" in target:
+        raise UsageError("The target is empty." if not target.strip() else "The target holds a NUL byte.", _SPELLINGS)
+    path = Path(os.path.expanduser(target))
+    if os.path.lexists(path):
+        if _REPO.fullmatch(target):
+            progress.note(f"{target} is here on disk, so that is read, not a Hub repo of this name.")
+        return LocalTarget(target, path)
+    if target.startswith("hf://") or re.match(r"https?://", target):
+        return _from_url(target)
+    repo = _REPO.fullmatch(target)
+    if (
+        repo
+        and not target.endswith((".safetensors", ".json"))
+        and "--" not in repo["name"]
+        and ".." not in repo["name"]
+    ):
+        return HubTarget(repo["name"], repo["revision"])
+    shown = printable(target)
+    if re.fullmatch(r"[^\s/\\]+/[^\s/\\]+", target) and not target.startswith((".", "~")):
+        raise UsageError(f"{shown} is no file or folder here, and cannot be the name of a Hub repo.", _SPELLINGS)
+    raise UsageError(f"There is no file or folder {shown}.", _SPELLINGS)
+
+
+def _from_url(url: str) -> HubTarget:
+    """The repo that an address copied from the Hub's pages, or a `hf://` address, points at."""
+    parts = urlsplit(url)
+    shown = printable(url)
+    path = unquote(parts.path).strip("/")
+    if parts.scheme == "hf":
+        path = f"{parts.netloc}/{path}".strip("/").removeprefix("models/")
+    elif parts.hostname not in _HOSTS | {urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname}:
+        raise UsageError(f"{shown} is not an address of the Hub.", f"{_SPELLINGS} For a mirror, set HF_ENDPOINT.")
+    if path.startswith(("datasets/", "spaces/", "buckets/", "kernels/")):
+        raise UsageError(f"{shown} is not a model repo.", "Give the repo of a model.")
+    owner, _, rest = path.partition("/")
+    name, _, rest = rest.partition("/")
+    web = _WEB.fullmatch(rest)
+    repo = _REPO.fullmatch(f"{owner}/{name}")
+    if repo is None or (rest and (web is None or parts.scheme == "hf")) or (web and web["inside"]):
+        raise UsageError(f"{shown} is not the address of a whole model repo.", "Give org/name[@revision].")
+    return HubTarget(repo["name"], web["revision"] if web else repo["revision"])
+
+
+def open_folder(path: Path, name: str) -> LocalSource:
+    """A folder: of a checkpoint, of a repo in the Hugging Face cache (`models--org--name`), or a snapshot in it."""
+    real = Path(os.path.realpath(path))
+    if real.name.startswith("models--") and (real / "snapshots").is_dir():
+        return open_snapshot(real, _cached_commit(real, None), name)
+    if real.name == "snapshots" and real.parent.name.startswith("models--"):
+        return open_snapshot(real.parent, _cached_commit(real.parent, None), name)
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        return open_snapshot(real.parent.parent, real.name, name)
+    cached = sorted(p.name for p in real.glob("models--*/snapshots"))
+    if cached and not any(real.glob("*.safetensors*")):
+        raise UsageError(
+            f"{printable(name)} is a whole Hugging Face cache.", "Give one of its models--org--name folders."
+        )
+    return LocalSource(path, name=name)
+
+
+def open_file(path: Path, name: str) -> LocalSource:
+    """One weight file or one index, with the small files of its folder; an index also with the shards beside it."""
+    folder, own = path.parent, path.name
+    shown = printable(name)
+    if not path.exists():
+        raise SourceError(f"{shown} is a link to nothing.", "Give the file itself.")
+    if not path.is_file():
+        raise UsageError(f"{shown} is neither a file nor a folder.", _SPELLINGS)
+    if own.endswith(".index.json"):
+        return LocalSource(folder, name=name, only=lambda p: p == own or not p.endswith(".index.json"))
+    if own.endswith(".safetensors"):
+        # The user named this very file, so its own link is followed wherever it leads.
+        return LocalSource(folder, name=name, only=lambda p: p == own or _companion(p), stores=(path.resolve().parent,))
+    raise UsageError(f"{shown} is not a checkpoint that ckaudit reads.", _SPELLINGS)
+
+
+def _companion(path: str) -> bool:
+    """Whether a file decides how the one named beside it loads: config and code, no weights."""
+    return "/" not in path and path.endswith((".json", ".py")) and not path.endswith(".index.json")
+
+
+def open_snapshot(repo: Path, commit: str, name: str, kind: str = "local") -> LocalSource:
+    """One snapshot of `repo`, a `models--org--name` folder. What the commit holds but the cache does not is listed as unreadable."""
+    root = repo / "snapshots" / commit
+    # Where huggingface_hub 2 shares blobs between repos, a repo's blob is itself a link into the cache's own `blobs`.
+    stores = (repo / "blobs", repo.parent / "blobs")
+    return LocalSource(root, name=name, kind=kind, revision=commit, stores=stores, absent=_absent(repo, root))
+
+
+def cached_commit(repo: Path, revision: str | None) -> str | None:
+    """The commit that a branch, a tag or (the beginning of) a commit stands for in a cache folder; None when it is not there."""
+    snapshots = sorted(p.name for p in (repo / "snapshots").glob("*") if p.is_dir())
+    ref = repo / "refs" / (revision or "main")
+    if ".." not in ref.parts and ref.is_file():
+        commit = ref.read_text(encoding="utf-8", errors="replace").strip()
+        return commit if commit in snapshots else None
+    if revision is None:
+        return snapshots[0] if len(snapshots) == 1 else None
+    return next((s for s in snapshots if len(revision) >= 7 and s.startswith(revision)), None)
+
+
+def _cached_commit(repo: Path, revision: str | None) -> str:
+    commit = cached_commit(repo, revision)
+    if commit is None:
+        held = ", ".join(sorted(printable(p.name) for p in (repo / "snapshots").glob("*"))) or "none"
+        raise UsageError(
+            f"{printable(repo.name)} has no snapshot for main.", f"Name one of its snapshots ({held}) as a folder."
+        )
+    return commit
+
+
+class _TreeRow(msgspec.Struct):
+    size: int | None = None
+    lfs_sha256: str | None = None
+
+
+class _Tree(msgspec.Struct):
+    files: dict[str, _TreeRow]
+
+
+def _absent(repo: Path, root: Path) -> dict[str, FileInfo]:
+    """Files that the commit is known to hold: from the listing that huggingface_hub 2 keeps (`trees/COMMIT.json`), else from indexes.
+
+    A cache holds what was asked for, so that a file is not in it says nothing about the repo.
+    """
+    try:
+        tree = msgspec.json.decode((repo / "trees" / f"{root.name}.json").read_bytes(), type=_Tree)
+        return {path: FileInfo(path, row.size, row.lfs_sha256) for path, row in tree.files.items()}
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    names: set[str] = set()
+    for index in root.glob("*.safetensors.index.json"):
+        try:
+            weight_map = json.loads(index.read_bytes()).get("weight_map")
+            names |= {v for v in weight_map.values() if isinstance(v, str) and v == os.path.basename(v)}
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue  # a broken index is the audit's to report
+    return {name: FileInfo(name, None) for name in names if name}
