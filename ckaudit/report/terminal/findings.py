@@ -94,7 +94,7 @@ def chain(fate: NameFate) -> Table:
 
 def _rule(step: Step) -> str:
     shard = f", shard {safe(step.shard)}" if step.shard is not None else ""
-    return f"{safe(step.rule)} '{safe(step.key)}' in {safe(step.at) or 'the model'}{shard}"
+    return f"{safe(step.rule)} '{prose(step.key).plain}' in {safe(step.at) or 'the model'}{shard}"
 
 
 def skips(skips: Sequence[Skip]) -> Iterator[RenderableType]:

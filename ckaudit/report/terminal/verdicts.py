@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -57,9 +58,12 @@ def _facts(plan: Plan, report: Report) -> Text:
         if n.by_design:
             facts.append(f"{n.by_design:,} left by design")
     if n.parameters:
-        meant = f" ({n.unwritten_by_design:,} unwritten by design)" if n.unwritten_by_design else ""
-        facts.append(f"{n.full:,} of {many(n.parameters, 'parameter')} full{meant}")
-        facts += [f"{c:,} {word}" for word, c in (("partly written", n.partial), ("not observed", n.unknown)) if c]
+        facts.append(f"{n.full:,} of {many(n.parameters, 'parameter')} full")
+        gaps = Counter(p.coverage for p in plan.parameters if p.by_design is None)
+        words = {"partly written": gaps["partial"], "not written": gaps["none"], "not observed": n.unknown}
+        facts += [f"{count:,} {word}" for word, count in words.items() if count]
+        if n.unwritten_by_design:
+            facts.append(f"{n.unwritten_by_design:,} unwritten by design")
     if n.bytes_lost and plan.verdict != "not_judged":
         facts.append(f"{size(n.bytes_lost)} lost")
     return Text(" · ".join(facts), style="dim")
@@ -105,9 +109,7 @@ def details(plan: Plan) -> Iterator[RenderableType]:
                 rule.at or "the model",
                 rule.source,
             )
-            table.add_row(
-                Text(f"{rule.hits:,}", style=style), *(Text(safe(c), style=style, overflow="fold") for c in cells)
-            )
+            table.add_row(Text(f"{rule.hits:,}", style=style), *(prose(c, style) for c in cells))
         yield Padding(table, (0, 0, 0, 2))
     facts = {"architecture": plan.architecture, **plan.environment, **{k: str(v) for k, v in plan.options.items()}}
     table = grid()
