@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit import jsonscan
+from ckaudit import jsonscan, sniff
 from ckaudit.header import MAX_DEFECTS, Defect
 
 _CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
@@ -62,15 +62,19 @@ def parse(path: str, data: bytes) -> Index:
     return Index(path, weight_map, total, metadata, tuple(defects))
 
 
+def conflict(data: bytes) -> str | None:
+    """Where git left a conflict in what should be JSON; None where it did not."""
+    mark = _CONFLICT.search(data)
+    if mark is None:
+        return None
+    line = data.count(b"\n", 0, mark.start()) + 1
+    return f"a merge conflict that was never resolved, marker on line {line}"
+
+
 def _not_json(data: bytes, broken: jsonscan.Broken) -> Defect:
-    conflict = _CONFLICT.search(data)
-    if conflict is not None:
-        line = data.count(b"\n", 0, conflict.start()) + 1
-        return Defect("index-json", None, "JSON", f"a merge conflict that was never resolved, marker on line {line}")
-    if not data.strip():
-        return Defect("index-json", None, "JSON", "nothing")
     line = data.count(b"\n", 0, broken.at) + 1
-    return Defect("index-json", None, "JSON", f"{broken.reason} at byte {broken.at}, line {line}")
+    found = conflict(data) or sniff.not_json(data) or f"{broken.reason} at byte {broken.at}, line {line}"
+    return Defect("index-json", None, "JSON", found)
 
 
 def _weight_map(raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:

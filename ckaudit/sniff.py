@@ -55,6 +55,15 @@ def foreign(data: bytes, file_size: int | None) -> str | None:
     return _text(head) or (f"{size} bytes, shorter than the length prefix" if size < 8 else _no_header(head))
 
 
+def not_json(data: bytes) -> str | None:
+    """What a small file is, in words, that should be JSON and does not begin like it; None when it begins like JSON."""
+    if not data.strip():
+        return "an empty file"
+    if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+        return None
+    return foreign(data, len(data))
+
+
 def _text(head: bytes) -> str | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
     if any(byte < 32 and byte not in b"\t\r\n\f" for byte in text):

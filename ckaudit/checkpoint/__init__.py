@@ -1,0 +1,212 @@
+"""Source -> Checkpoint: config, index and shard headers of a target. No tensor data is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ckaudit import header, index, sniff
+from ckaudit.checkpoint.layout import INDEX, UNKNOWN_GUESS, Layout, choose, guess_headers
+from ckaudit.header import DTYPE_BITS, Defect, Header
+from ckaudit.index import Index as Index
+from ckaudit.progress import NullProgress, Progress
+from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One safetensors file. `header` is None where it was not there to read (an index-only target, an unreadable file)."""
+
+    path: str
+    size: int | None
+    header: Header | None
+    defects: tuple[Defect, ...] = ()
+    """What is wrong with the file as a whole, header defects included."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
+    """One checkpoint tensor: where it lives and what it is. `dtype`, `shape` and `nbytes` are None when no header was read."""
+
+    name: str
+    shard: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    nbytes: int | None
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """Everything that can be known of a target without its tensor data."""
+
+    name: str
+    kind: str
+    revision: str | None
+    files: dict[str, FileInfo]
+    config: dict[str, Any] | None
+    """`config.json`, parsed; None where there is none or it is not JSON (then a defect says so)."""
+    texts: dict[str, bytes]
+    """Small files that decide loading, by path: config.json, hf_quant_config.json, adapter_config.json, model_index.json …"""
+    index: Index | None
+    shards: tuple[Shard, ...]
+    tensors: dict[str, TensorSpec]
+    """By name, in shard order. A name stored in two shards keeps the later one, as loaders do; a defect says so."""
+    defects: tuple[Defect, ...] = ()
+    """What is wrong with the target as a whole (index against shards, stray files, no config)."""
+    strays: tuple[Shard, ...] = ()
+    """Safetensors files beside the shards that transformers does not read: their tensors are not in `tensors`."""
+    folder: str = ""
+    """The folder inside the target that is audited, `/` at its end; `texts` and messages leave it out, `shards` and `files` keep it."""
+
+    @property
+    def index_only(self) -> bool:
+        """Whether names come from the index alone, because no shard header could be read."""
+        return self.index is not None and all(s.header is None for s in self.shards)
+
+
+TEXTS = (
+    "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "adapter_config.json", "model_index.json", "params.json",
+)  # fmt: skip
+"""Small files that decide how weights are loaded."""
+
+MAX_TEXT = 16_000_000
+"""Bytes. A longer file of these names, or a longer Python file, is not read."""
+
+
+def read_checkpoint(
+    source: Source,
+    *,
+    progress: Progress | None = None,
+    code: bool = False,
+    jobs: int = 16,  # noqa: ARG001 - how many reads run at once is the source's to know
+    folder: str = "",
+) -> Checkpoint:
+    """Config, index and shard headers of `source`, or of one `folder` in it (a diffusers component). Reads no tensor data.
+
+    `code`: the repo's `*.py` join `texts`, for engines that may run them. Raises SourceError when the target cannot be read;
+    whatever is wrong with what it holds is a defect.
+    """
+    folder = folder.strip("/") + "/" if folder.strip("/") else ""
+    every = source.files()
+    files = {path.removeprefix(folder): info for path, info in every.items() if path.startswith(folder)}
+    small, defects = _read_small(source, folder, files, code=code)
+    config, faults = _parse_config(small.get("config.json"))
+    defects += faults
+    layout = choose(files, source.name, config)
+    if layout.index is not None and layout.index not in small:
+        more, faults = _read_small(source, folder, {layout.index: files[layout.index]}, code=False)
+        small, defects = small | more, defects + faults
+    found = index.parse(layout.index, small[layout.index]) if layout.index in small else None
+    layout = layout.with_index(found, files)
+    headers = _read_headers(source, folder, layout, files, found, progress or NullProgress())
+    shards = tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.shards)
+    return Checkpoint(
+        name=source.name,
+        kind=source.kind,
+        revision=source.revision,
+        files=every,
+        config=config,
+        texts={path: data for path, data in small.items() if not INDEX.search(path)},
+        index=found,
+        shards=shards,
+        tensors=_tensors(shards, found, folder),
+        defects=tuple(defects),
+        strays=tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.strays),
+        folder=folder,
+    )
+
+
+def components(files: Iterable[str]) -> tuple[str, ...]:
+    """The folders that hold safetensors files of their own, sorted: what of a pipeline can be audited one by one."""
+    return tuple(sorted({path.rpartition("/")[0] for path in files if path.endswith(".safetensors") and "/" in path}))
+
+
+def _read_small(
+    source: Source, folder: str, files: Mapping[str, FileInfo], *, code: bool
+) -> tuple[dict[str, bytes], list[Defect]]:
+    """The files of the folder that are text and decide loading, indexes included, in one go; what cannot be read is a defect."""
+    limits = {path: MAX_TEXT for path in files if path in TEXTS or (code and path.endswith(".py"))}
+    limits |= {path: MAX_WHOLE for path in files if INDEX.search(path) and "/" not in path}
+    small: dict[str, bytes] = {}
+    defects = []
+    for span, data in source.read_spans([Span(folder + path, 0, limit) for path, limit in limits.items()]):
+        path = span.path.removeprefix(folder)
+        if isinstance(data, Unreadable):
+            defects.append(Defect("unreadable", path, "a readable file", data.reason))
+        elif len(data) >= span.stop:
+            defects.append(Defect("unreadable", path, f"fewer than {span.stop} bytes", "more, so it is left alone"))
+        else:
+            small[path] = data
+    return {path: small[path] for path in limits if path in small}, defects
+
+
+def _parse_config(data: bytes | None) -> tuple[dict[str, Any] | None, list[Defect]]:
+    if data is None:
+        return None, []
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        found = index.conflict(data) or sniff.not_json(data) or str(error)[:200]
+        return None, [Defect("config-json", "config.json", "JSON", found)]
+    if not isinstance(config, dict):
+        return None, [Defect("config-json", "config.json", "a JSON object", f"a {type(config).__name__}")]
+    return config, []
+
+
+def _read_headers(
+    source: Source,
+    folder: str,
+    layout: Layout,
+    files: Mapping[str, FileInfo],
+    found: Index | None,
+    progress: Progress,
+) -> dict[str, Header | Unreadable]:
+    """The header of each file of `layout`, in one read where the guess is enough, else in two."""
+    guesses = guess_headers(found.weight_map if found else {}, {path: info.size for path, info in files.items()})
+    wanted = [path for path in (*layout.shards, *layout.strays) if path in files]
+    spans = [Span(folder + path, 0, guesses.get(path, UNKNOWN_GUESS)) for path in wanted]
+    done: dict[str, Header | Unreadable] = {}
+    begun: dict[str, bytes] = {}
+    with progress.task("Reading headers", len(wanted)) as task:
+
+        def take(path: str, data: bytes | Unreadable) -> None:
+            done[path] = data if isinstance(data, Unreadable) else header.parse(data, files[path].size)
+            task.advance()
+
+        for span, data in source.read_spans(spans):
+            path = span.path.removeprefix(folder)
+            if isinstance(data, bytes) and header.needed(data, files[path].size) > len(data):
+                begun[path] = data
+            else:
+                take(path, data)
+        rest = [Span(folder + p, len(data), header.needed(data, files[p].size)) for p, data in begun.items()]
+        for span, data in source.read_spans(rest) if rest else ():
+            path = span.path.removeprefix(folder)
+            take(path, begun.pop(path) + data if isinstance(data, bytes) else data)
+    return done
+
+
+def _shard(path: str, info: FileInfo | None, found: Header | Unreadable | None) -> Shard:
+    size = info.size if info else None
+    if isinstance(found, Header):
+        return Shard(path, size, found if found.tensors or not found.defects else None, found.defects)
+    if isinstance(found, Unreadable):
+        return Shard(path, size, None, (Defect("unreadable", None, "a readable file", found.reason),))
+    return Shard(path, size, None, (Defect("shard-missing", None, "the file", "not there"),))
+
+
+def _tensors(shards: tuple[Shard, ...], found: Index | None, folder: str) -> dict[str, TensorSpec]:
+    """Every tensor of the headers, then those that the index places in a shard without one."""
+    tensors: dict[str, TensorSpec] = {}
+    for shard in shards:
+        path = shard.path
+        for name, info in shard.header.tensors.items() if shard.header else ():
+            begin, end = info.data_offsets
+            dtype = info.dtype if info.dtype in DTYPE_BITS else None
+            tensors[name] = TensorSpec(name, path, dtype, info.shape, end - begin)
+    unread = {shard.path for shard in shards if shard.header is None}
+    for name, file in (found.weight_map if found and unread else {}).items():
+        if folder + file in unread and name not in tensors:
+            tensors[name] = TensorSpec(name, folder + file, None, None, None)
+    return tensors
