@@ -13,6 +13,7 @@ What a plan of this engine says, beyond `ckaudit.plan`:
 - `Note.kind`:
   `class` (what was built, chosen by `--class`, `auto_map`, `architectures` or `model_type`) ·
   `config-newer` (config.json comes from a newer transformers than the installed one) ·
+  `config-class` (the class that is built reads config.json as another kind of config than its model_type says) ·
   `unknown-quantization` (a quant_method that transformers does not know: it warns and loads unquantised) ·
   `tied-both-stored` (names: both tensors of a pair that the config ties) ·
   `doubled-prefix` (names accepted although their prefix is there twice, `model.model.X`) ·

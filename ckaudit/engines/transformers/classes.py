@@ -21,6 +21,8 @@ class Chosen(msgspec.Struct, frozen=True):
     cls: Any
     config: Any
     how: str
+    named: str | None = None
+    """The config class that `model_type` names, where the model class reads config.json as another."""
 
 
 def lay_out(texts: dict[str, bytes], folder: Path, *, code: bool) -> None:
@@ -50,7 +52,10 @@ def choose(job: Job, folder: Path) -> Chosen:
         return Chosen(cls, _config_for(cls, folder), "--class")
     config = _auto_config(raw, folder, trust=trust)
     cls, how = _class_of(config, folder, trust=trust)
-    return Chosen(cls, config if how == "auto_map" else _config_for(cls, folder), how)
+    if how == "auto_map":
+        return Chosen(cls, config, how)
+    own = _config_for(cls, folder)
+    return Chosen(cls, own, how, None if type(own) is type(config) else type(config).__name__)
 
 
 def _no_config(job: Job) -> str:

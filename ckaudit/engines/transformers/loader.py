@@ -7,6 +7,7 @@ tying, and it raises what a user's load would raise. Observers (`observe`) see w
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import tempfile
 import traceback
@@ -34,6 +35,7 @@ def run(job: Job, read: ReadTensor) -> Plan:  # noqa: ARG001  (no operation of t
         environment = {
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
+            "accelerate": importlib.metadata.version("accelerate"),
             "platform": "cuda sm90 (pretended)" if job.options.device == "cuda" else "cpu",
         }
         plan = _load(job, Path(folder))
@@ -57,6 +59,8 @@ def _load(job: Job, folder: Path) -> Plan:
     from ckaudit.engines.transformers.shortcuts import shortcuts
     from ckaudit.engines.transformers.tensors import Fed
 
+    if not job.tensors:
+        return _plan(not_judged="not one tensor could be read from the checkpoint")
     lay_out(job.texts, folder, code=job.options.trust_remote_code)
     try:
         chosen = choose(job, folder)
@@ -99,10 +103,12 @@ def _refused(job: Job, error: Exception, architecture: str | None) -> Plan:
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename.replace(os.sep, "/") for frame in frames]
-    quantiser = any("/transformers/quantizers/" in name or name.endswith("quantization_config.py") for name in files)
+    equipment = any(
+        frame.name == "validate_environment" for frame in frames
+    )  # a quantiser looks for its library and its GPU
     remote = any("transformers_modules" in name or "ckaudit-modules" in name for name in files)
     missing = isinstance(error, ImportError | OSError | MemoryError | NotImplementedError)
-    if missing or quantiser or remote or _wanted_data(str(error)):
+    if missing or equipment or remote or _wanted_data(str(error)):
         where = "the repo's own code does not run here" if remote else "the environment does not allow this load"
         return _plan(architecture=architecture, not_judged=f"{where} ({_line(error)})")
     return _plan(

@@ -155,7 +155,7 @@ class _Hooks:
         record.buffers = frozenset(name for name, _ in model.named_buffers())
         record.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         if record.fed.shapeless:
-            self._shapes = Shapes(model, kwargs["load_config"].weight_mapping or [])
+            self._shapes = Shapes(model, record.expected, kwargs["load_config"].weight_mapping or [])
         record.stage = "convert"
         out = self.load(*args, **kwargs)
         record.info, record.stage = out[0], "finalize"

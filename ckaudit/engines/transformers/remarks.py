@@ -59,7 +59,7 @@ def tied_pairs(view: View) -> list[tuple[str, str]]:
 def notes(job: Job, chosen: Any, view: View, names: tuple[NameFate, ...]) -> tuple[Note, ...]:
     return (
         Note(kind="class", text=f"built {chosen.cls.__name__}, chosen by {chosen.how}"),
-        *_config_notes(job, view),
+        *_config_notes(job, chosen, view),
         *_tied_notes(view),
         *_doubled_notes(names),
         *_gap_notes(view, names),
@@ -68,7 +68,7 @@ def notes(job: Job, chosen: Any, view: View, names: tuple[NameFate, ...]) -> tup
     )
 
 
-def _config_notes(job: Job, view: View) -> list[Note]:
+def _config_notes(job: Job, chosen: Any, view: View) -> list[Note]:
     import transformers
 
     raw = msgspec.json.decode(job.texts["config.json"])
@@ -79,6 +79,10 @@ def _config_notes(job: Job, view: View) -> list[Note]:
             out.append(Note(kind="config-newer", text=text))
     except InvalidVersion:
         pass
+    if chosen.named is not None:
+        own = type(chosen.config).__name__
+        text = f"config.json is a {chosen.named} by its model_type, but {chosen.cls.__name__} reads it as a {own}"
+        out.append(Note(kind="config-class", text=text))
     method = (
         raw.get("quantization_config", {}).get("quant_method")
         if isinstance(raw.get("quantization_config"), dict)

@@ -18,8 +18,9 @@ from ckaudit.engines.transformers.tensors import tag
 class Shapes:
     """What each place of the model expects of a checkpoint tensor."""
 
-    def __init__(self, model: Any, rules: list[Any]) -> None:
+    def __init__(self, model: Any, state: dict[str, Any], rules: list[Any]) -> None:
         self._model = model
+        self._state = state
         self._rules = rules
         self._expected: dict[tuple[str, str], Any] | None = None
 
@@ -40,16 +41,15 @@ class Shapes:
 
     def _like(self, transform: Any, target: str, pattern: str) -> Any:
         if isinstance(transform, core.WeightRenaming):
-            return self._model.state_dict()[target] if transform.quantization_operation is None else None
+            return self._state[target] if transform.quantization_operation is None else None
         if self._expected is None:
             self._expected = self._way_back()
         return self._expected.get((target, pattern))
 
     def _way_back(self) -> dict[tuple[str, str], Any]:
         """(parameter, source pattern) -> a tensor of the shape that the checkpoint should hold there."""
-        state = self._model.state_dict()
         try:
-            written = core.revert_weight_conversion(self._model, dict(state))
+            written = core.revert_weight_conversion(self._model, dict(self._state))
         except Exception:  # noqa: BLE001  (a conversion without a way back: its tensors stay unknown)
             return {}
         renamings = [rule for rule in self._rules if isinstance(rule, core.WeightRenaming)]
@@ -62,10 +62,10 @@ class Shapes:
             for rule in converters:
                 renamed, pattern = rule.rename_source_key(key)
                 if pattern is not None:
-                    out[self._in_model(renamed, state), pattern] = tensor
+                    out[self._in_model(renamed), pattern] = tensor
                     break
         return out
 
-    def _in_model(self, name: str, state: dict[str, Any]) -> str:
+    def _in_model(self, name: str) -> str:
         prefix = f"{self._model.base_model_prefix}."
-        return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in state), name)
+        return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in self._state), name)
