@@ -13,6 +13,8 @@ from ckaudit.findings import FailOn, Report, Skip, Target, ordered
 from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import open_source
+from ckaudit.suppressions import Suppressions
+from ckaudit.suppressions import apply as suppress
 
 SIDE_BY_SIDE = 4
 """Engines that run at once; each is a process that may hold a few GB."""
@@ -31,6 +33,7 @@ def audit(
     cache: bool = True,
     fail_on: FailOn = "error",
     allow_not_judged: bool = False,
+    suppressions: Suppressions | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """What each engine would do with the checkpoint `target`, told from its headers alone; no tensor data is downloaded.
@@ -38,7 +41,8 @@ def audit(
     `target` is `org/name[@revision]` on the Hub, a folder, a `.safetensors` file or an index file. `engines` are specs as in `--engine`
     (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects; None asks `transformers` and the
     newest vLLM release for which a shipped rule book knows the architecture. `jobs` headers are read at once; `budget` is in seconds for
-    one engine. Nothing from the target is executed unless `trust_remote_code`.
+    one engine. Nothing from the target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are
+    findings to live with: they stay in the report, apart.
 
     Bad input (a broken header, a lying index) is in the report as findings. Raises a `CkauditError` for what stops an audit:
     SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
@@ -60,11 +64,16 @@ def audit(
     chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
     plans = _side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
     findings, skips = checks.run(checkpoint, plans)
+    sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
+    if suppressions is not None:
+        findings, unused = suppress(findings, suppressions, checkpoint.name, sizes)
+        for rule in unused:
+            progress.note(f"the ignore rule for {rule.check} on {rule.names} matched nothing")
     return Report(
         target=describe(checkpoint),
         plans=plans,
         requested=frozenset(e.id for e in asked or ()),
-        sizes={t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None},
+        sizes=sizes,
         findings=ordered(findings, [p.id for p in plans]),
         skips=(*skipped, *skips),
         fail_on=fail_on,

@@ -17,7 +17,7 @@ ROWS = (
     ("index", "checkpoint"),
     ("rulebook",),
     ("engines",),
-    ("findings",),
+    ("findings", "suppressions"),
     ("checks",),
     ("materialize",),
     ("perplexity",),

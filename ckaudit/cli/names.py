@@ -36,6 +36,16 @@ def names(
     allow_not_judged: Annotated[
         bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
     ] = False,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK[:GLOB]=REASON", help="Suppress a check, for the names that match; repeatable."),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Suppress what this earlier JSON report already had.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ignore rules. [default: ckaudit.toml, where there is one]")
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only the verdicts and the summary; no progress.")
     ] = False,
@@ -55,8 +65,10 @@ def names(
     from ckaudit.cli import console
     from ckaudit.pipeline import audit
     from ckaudit.report import json_v1, terminal
+    from ckaudit.suppressions import read
 
     file = None if json in (None, "-") else console.writable(Path(str(json)))
+    suppressions = read(ignore or (), config, baseline)
     with console.watched(quiet=quiet) as progress:
         report = audit(
             target,
@@ -70,6 +82,7 @@ def names(
             cache=not no_cache,
             fail_on=fail_on.value,
             allow_not_judged=allow_not_judged,
+            suppressions=suppressions,
             progress=progress,
         )
     if file is not None:
