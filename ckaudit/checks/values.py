@@ -1,0 +1,340 @@
+"""CK50x: what the values of a checkpoint's tensors say. Pure functions over statistics; whoever reads tensors makes those."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.naming import natural_key
+
+NOT_FINITE = Check("CK501", "NaN or Inf in a tensor", "error")
+ALL_ZERO = Check("CK502", "all-zero weight matrix", "error")
+CONSTANT = Check("CK503", "constant weight matrix", "error")
+OUTLIER = Check("CK504", "layer far from its siblings", "warning")
+NEVER_WRITTEN = Check("CK505", "parameter never written", "error")
+UNTRAINED = Check("CK506", "weights as initialised", "warning")
+SAME_BYTES = Check("CK507", "same bytes under two names", "warning")
+TIE_DIFFERS = Check("CK508", "tied pair that differs", "warning")
+CHECKS = (NOT_FINITE, ALL_ZERO, CONSTANT, OUTLIER, NEVER_WRITTEN, UNTRAINED, SAME_BYTES, TIE_DIFFERS)
+
+
+class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pass over a tensor's elements found. `low`, `high`, `mean` and `std` are over finite elements."""
+
+    name: str
+    dtype: str
+    """A safetensors dtype name. Packed elements (F4) are decoded; scales that belong to them are tensors of their own."""
+    shape: tuple[int, ...]
+    count: int
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+    kurtosis: float | None = None
+    """The 4th standardised moment (3 for a normal distribution); None where it says nothing."""
+    digest: int = 0
+    """Equal for equal bytes; different bytes rarely share it."""
+
+    @property
+    def absmax(self) -> float:
+        """The largest magnitude of a finite element."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether every element is zero."""
+        return self.count > 0 and self.zeros == self.count
+
+    @property
+    def constant(self) -> bool:
+        """Whether every element has one value."""
+        return self.count > 1 and not self.nan and not self.inf and self.low == self.high
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load saw of a checkpoint and of the model made from it."""
+
+    stats: tuple[TensorStats, ...]
+    never_written: tuple[str, ...] = ()
+    """Parameters that kept what the model was initialised with, none of them by design."""
+    initializer_range: float | None = None
+    """The deviation that the config initialises weights with."""
+    equal: tuple[tuple[str, ...], ...] = ()
+    """Groups of tensors whose bytes are the same, compared byte by byte."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of checkpoint tensors that the model holds as one parameter."""
+    tie_differs: tuple[tuple[str, str], ...] = ()
+    """Pairs that the config ties and the checkpoint stores with different values."""
+    engine: str | None = None
+
+
+# Buffers that a model computes, and masks: their values are not weights, and -Inf is what a mask is made of.
+_BUFFER = re.compile(
+    r"(^|[._])(masked_bias|mask|position_ids|inv_freq|rotary|freqs|cos|sin|relative_position_index|index|running_mean|running_var"
+    r"|num_batches_tracked|mel_filters|window|g_idx)(\.|_|$)"
+)
+# What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
+_COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
+# Weights that start at zero by design and stay there where training did not reach them.
+_ZERO_BY_DESIGN = re.compile(
+    r"lora_B|lora_embedding_B|zero_conv|adaLN|adaln|controlnet_(down|mid)|token_type_embeddings|position_embedding|pos_embed"
+)
+_EMBEDDING = re.compile(r"(^|[._])(lm_head|embed|shared|wte|output|word_embeddings)")
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
+
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4")
+_SIBLINGS = 8
+"""Fewer layers than this do not say what is usual."""
+_FAR_RATIO = 10.0
+_FAR_DEVIATIONS = 10.0
+"""Layers of trained models differ by a factor of 2 or 3 from the median; a lost scale or a wrong dtype moves them by far more than ten."""
+_UNTRAINED_ELEMENTS = 1 << 16
+
+
+def is_matrix(tensor: TensorStats) -> bool:
+    """Whether a tensor is a weight matrix: two dimensions of more than one element, and neither a bias, a scale, a mask nor a buffer."""
+    wide = [d for d in tensor.shape if d > 1]
+    return len(wide) >= 2 and not _BUFFER.search(tensor.name) and not _COMPANION.search(tensor.name)
+
+
+def candidates(stats: Iterable[TensorStats]) -> list[list[TensorStats]]:
+    """Groups of weight matrices that may hold the same bytes: to be compared byte by byte."""
+    groups: dict[tuple[str, tuple[int, ...], int], list[TensorStats]] = defaultdict(list)
+    for tensor in stats:
+        if is_matrix(tensor) and not tensor.constant:
+            groups[tensor.dtype, tensor.shape, tensor.digest].append(tensor)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """Findings on values, and what could not be judged."""
+    found = [
+        *_not_finite(seen),
+        *_flat(seen),
+        *_far(seen),
+        *_never_written(seen),
+        *_untrained(seen),
+        *_same(seen),
+        *_ties(seen),
+    ]
+    skips = []
+    if not seen.stats:
+        skips = [Skip(c.id, "no tensor's values were read", seen.engine) for c in CHECKS if c is not NEVER_WRITTEN]
+    elif seen.initializer_range is None:
+        skips = [Skip(UNTRAINED.id, "the config names no initializer_range", seen.engine)]
+    return tuple(found), tuple(skips)
+
+
+def _finding(
+    check: Check, seen: Observed, names: Iterable[str], message: str, mend: str, *,
+    wanted: str = "", found: str = "", severity: Severity | None = None,
+) -> Finding:  # fmt: skip
+    listed = tuple(sorted(set(names), key=natural_key))
+    sizes = {s.name: s.count for s in seen.stats}
+    return Finding(
+        check=check.id,
+        title=check.title,
+        severity=severity or check.severity,
+        blame="checkpoint",
+        engine=seen.engine if check is NEVER_WRITTEN else None,
+        names=listed,
+        count=len(listed),
+        bytes=0,
+        wanted=wanted,
+        found=found or f"{sum(sizes.get(n, 0) for n in listed):,} elements",
+        message=message,
+        mend=mend,
+    )
+
+
+def _not_finite(seen: Observed) -> list[Finding]:
+    bad = [s for s in seen.stats if s.nan or (s.inf and not _BUFFER.search(s.name))]
+    if not bad:
+        return []
+    nan, inf = sum(s.nan for s in bad), sum(s.inf for s in bad)
+    message = f"{_tensors(bad)} hold{'s' if len(bad) == 1 else ''} {nan:,} NaN and {inf:,} Inf."
+    mend = "Save the checkpoint again from a run that is finite; a cast to float16 makes Inf of anything above 65504."
+    return [
+        _finding(
+            NOT_FINITE,
+            seen,
+            (s.name for s in bad),
+            message,
+            mend,
+            wanted="finite values",
+            found=f"{nan} NaN, {inf} Inf",
+        )
+    ]
+
+
+def _flat(seen: Observed) -> list[Finding]:
+    found = []
+    matrices = [s for s in seen.stats if is_matrix(s)]
+    zero = [s for s in matrices if s.all_zero]
+    for severity, group in (
+        ("error", [s for s in zero if not _ZERO_BY_DESIGN.search(s.name)]),
+        ("note", [s for s in zero if _ZERO_BY_DESIGN.search(s.name)]),
+    ):
+        if group:
+            message = f"{_tensors(group)} {'is' if len(group) == 1 else 'are'} zero in every element."
+            if severity == "note":
+                message += " Such a weight starts at zero: it was never trained."
+            mend = "Look at the step that wrote it: a merge, a resume or a sharded save that gathered nothing."
+            found.append(
+                _finding(
+                    ALL_ZERO,
+                    seen,
+                    (s.name for s in group),
+                    message,
+                    mend,
+                    severity="error" if severity == "error" else "note",
+                )
+            )
+    constant = [s for s in matrices if s.constant and not s.all_zero]
+    if constant:
+        message = f"{_tensors(constant)} hold{'s' if len(constant) == 1 else ''} one value in every element."
+        mend = "Look at the step that wrote it: memory that was allocated and never filled looks like this."
+        values = ", ".join(f"{s.low:g}" for s in constant[:3])
+        found.append(_finding(CONSTANT, seen, (s.name for s in constant), message, mend, found=f"value {values}"))
+    return found
+
+
+def _far(seen: Observed) -> list[Finding]:
+    """A matrix whose deviation is far from that of the same matrix in the other layers."""
+    families: dict[tuple[str, str, tuple[int, ...]], list[TensorStats]] = defaultdict(list)
+    for tensor in seen.stats:
+        if is_matrix(tensor) and tensor.dtype in _FLOATS and tensor.std > 0 and not tensor.nan and not tensor.inf:
+            families[_NUMBER.sub("#", tensor.name), tensor.dtype, tensor.shape].append(tensor)
+    far: list[tuple[TensorStats, float]] = []
+    for family in families.values():
+        if len(family) >= _SIBLINGS:
+            far += _outliers(family)
+    if not far:
+        return []
+    worst, usual = max(far, key=lambda pair: abs(math.log(pair[0].std / pair[1])))
+    ratio = max(worst.std / usual, usual / worst.std)
+    way = "more" if worst.std > usual else "less"
+    message = f"{_tensors([t for t, _ in far])}: the deviation {worst.std:.3g} is {ratio:.0f} times {way} than the median of the siblings."
+    mend = "Compare with the source of the checkpoint: a scale that was lost or applied twice, or a layer of another model."
+    return [
+        _finding(
+            OUTLIER,
+            seen,
+            (t.name for t, _ in far),
+            message,
+            mend,
+            wanted=f"about {usual:.3g}",
+            found=f"{worst.std:.3g}",
+        )
+    ]
+
+
+def _outliers(family: Sequence[TensorStats]) -> list[tuple[TensorStats, float]]:
+    logs = [math.log(t.std) for t in family]
+    middle = median(logs)
+    spread = median(abs(v - middle) for v in logs)
+    limit = max(math.log(_FAR_RATIO), _FAR_DEVIATIONS * spread)
+    return [(t, math.exp(middle)) for t, v in zip(family, logs, strict=True) if abs(v - middle) > limit]
+
+
+def _never_written(seen: Observed) -> list[Finding]:
+    if not seen.never_written:
+        return []
+    some = (
+        f"{len(seen.never_written)} parameters of the model hold"
+        if len(seen.never_written) > 1
+        else "One parameter of the model holds"
+    )
+    message = f"{some} what initialisation left there."
+    return [
+        _finding(
+            NEVER_WRITTEN, seen, seen.never_written, message, "`ckaudit names` says which tensors were meant for them."
+        )
+    ]
+
+
+def _untrained(seen: Observed) -> list[Finding]:
+    """Matrices that no training touched: the deviation, the mean and the shape of the distribution are those of the initialiser."""
+    scale = seen.initializer_range
+    fresh = [
+        s
+        for s in seen.stats
+        if is_matrix(s) and s.dtype in _FLOATS[:4] and s.count >= _UNTRAINED_ELEMENTS and _as_drawn(s, scale)
+    ]
+    if not fresh:
+        return []
+    matrices = sum(1 for s in seen.stats if is_matrix(s))
+    verb = "is" if len(fresh) == 1 else "are"
+    message = (
+        f"{_tensors(fresh)}, of {matrices} weight matrices, {verb} distributed exactly as initialised: never trained."
+    )
+    mend = "Load the weights that were trained; a module that was added after training looks like this."
+    return [_finding(UNTRAINED, seen, (s.name for s in fresh), message, mend)]
+
+
+def _as_drawn(tensor: TensorStats, scale: float | None) -> bool:
+    """Whether a tensor looks drawn from normal(0, scale), or from torch's default for a linear layer, uniform within 1/sqrt(inputs).
+
+    Each limit is about five standard errors of the estimate from that many elements, and a rounding to 8 bits of mantissa.
+    """
+    n = tensor.count
+    error = 5 / math.sqrt(2 * n) + 5e-4
+    if tensor.kurtosis is None or tensor.nan or tensor.inf or abs(tensor.mean) > 5 * tensor.std / math.sqrt(n):
+        return False
+    if scale and abs(tensor.std / scale - 1) < error and abs(tensor.kurtosis - 3) < 5 * math.sqrt(24 / n) + 2e-3:
+        return True
+    bound = 1 / math.sqrt(math.prod(tensor.shape[1:]))
+    uniform = (
+        abs(tensor.std * math.sqrt(3) / bound - 1) < error and abs(tensor.kurtosis - 1.8) < 5 / math.sqrt(n) + 2e-3
+    )
+    return uniform and tensor.absmax <= bound * 1.005
+
+
+def _same(seen: Observed) -> list[Finding]:
+    tied = [set(group) for group in seen.tied]
+    groups = [g for g in seen.equal if not any(set(g) <= t for t in tied)]
+    if not groups:
+        return []
+    heads = [g for g in groups if all(_EMBEDDING.search(n) for n in g)]
+    mend = "If they are meant to be one weight, tie them in the config; if not, save the right one again."
+    found = []
+    for check_groups, severity in ((heads, "note"), ([g for g in groups if g not in heads], None)):
+        names = [n for g in check_groups for n in g]
+        if names:
+            pairs = "; ".join(" = ".join(g[:3]) for g in check_groups[:2])
+            message = f"{len(names)} tensors hold only {len(check_groups)} different sets of values: {pairs}."
+            found.append(_finding(SAME_BYTES, seen, names, message, mend, severity="note" if severity else None))
+    return found
+
+
+def _ties(seen: Observed) -> list[Finding]:
+    if not seen.tie_differs:
+        return []
+    one, other = seen.tie_differs[0]
+    message = f"The config ties {one} to {other}, and the checkpoint stores both with different values."
+    mend = "Set tie_word_embeddings to false if both were trained; else drop the copy that is out of date."
+    names = [n for pair in seen.tie_differs for n in pair]
+    return [
+        _finding(
+            TIE_DIFFERS,
+            seen,
+            names,
+            message,
+            mend,
+            wanted="one value for both",
+            found=f"{len(seen.tie_differs)} pairs differ",
+        )
+    ]
+
+
+def _tensors(group: Sequence[TensorStats]) -> str:
+    return group[0].name if len(group) == 1 else f"{len(group)} tensors"
