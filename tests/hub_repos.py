@@ -38,6 +38,8 @@ class Repo:
     private: bool = False
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """The listing of each commit, by path."""
 
     def __post_init__(self) -> None:
         self.push(self.files)
@@ -49,7 +51,9 @@ class Repo:
 
     def push(self, files: Mapping[str, File], ref: str = "main") -> str:
         """Adds a commit with exactly these files, moves `ref` to it, and returns its sha."""
-        sha = hashlib.sha1(f"{len(self.commits)}{sorted(files)}".encode()).hexdigest()
+        rows = {path: sibling(path, data) for path, data in files.items()}
+        sha = hashlib.sha1(f"{len(self.commits)}{rows}".encode()).hexdigest()
+        self.rows[sha] = rows
         self.commits[sha] = dict(files)
         self.refs[ref] = sha
         return sha
@@ -60,14 +64,12 @@ class Repo:
         return known or next((s for s in self.commits if len(revision) > 6 and s.startswith(revision)), None)
 
 
-def sibling(path: str, data: File, blobs: bool) -> dict[str, Any]:
+def sibling(path: str, data: File) -> dict[str, Any]:
     """One file in the listing. Bytes have their true sha256; a sparse file, one of its head and size."""
-    row: dict[str, Any] = {"rfilename": path}
-    if blobs:
-        content = data if isinstance(data, bytes) else data.head + str(data.size).encode()
-        row |= {"size": len(data), "blobId": hashlib.sha1(content).hexdigest()}
-        if path.endswith(LFS):
-            row["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(data), "pointerSize": 134}
+    content = data if isinstance(data, bytes) else data.head + str(data.size).encode()
+    row: dict[str, Any] = {"rfilename": path, "size": len(data), "blobId": hashlib.sha1(content).hexdigest()}
+    if path.endswith(LFS):
+        row["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(data), "pointerSize": 134}
     return row
 
 

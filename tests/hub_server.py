@@ -10,8 +10,8 @@
 Patterns are fnmatch patterns on the URL path (`/api/models/org/name/revision/main`, `/org/name/resolve/SHA/config.json`).
 Faults come from `hub_faults`, `Sparse` and `Repo` from `hub_repos`.
 `HubServer(cdn=True)` answers large files with a redirect to a second port, as the real Hub does; `latency` is in seconds a request.
-As a process of its own (benchmarks): `python tests/hub_server.py --shards 163 --tensors 280 --latency 0.05` prints its URL, and its
-counters as JSON on `GET /_log`; it lives until its stdin closes.
+As a process of its own (benchmarks): `python tests/hub_server.py --shards 163 --tensors 280 --latency 0.05` prints its URL and the
+length of all headers, gives its counters as JSON on `GET /_log`, and lives until its stdin closes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from hub_faults import Fault, error
-from hub_repos import File, Repo, sharded, sibling, tree_entry
+from hub_repos import File, Repo, Sparse, sharded, tree_entry
 
 
 @dataclass
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {k.lower(): v for k, v in self.headers.items()}
         self.seen = Request(self.command, path, headers.get("range"), headers)
         if path == "/_log":
-            return self._json(200, {"requests": len(self.server.log), "sent": sum(r.sent for r in self.server.log)})
+            return self._json(200, _counters(self.server.log))
         self.server.log.append(self.seen)
         fault = hub.fault_for(path) or Fault()
         time.sleep(hub.latency + fault.delay)
@@ -177,10 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
         sha = repo.resolve(revision)
         if sha is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        rows = [sibling(path, data, blobs or kind == "/tree/") for path, data in repo.commits[sha].items()]
+        rows = list(repo.rows[sha].values())
         if kind == "/tree/":
-            tree = [tree_entry(row) for row in rows]
-            return self._json(200, tree)
+            return self._json(200, [tree_entry(row) for row in rows])
+        if not blobs:
+            rows = [{"rfilename": row["rfilename"]} for row in rows]
         body = {"id": name, "sha": sha, "private": repo.private, "gated": repo.gated, "siblings": rows}
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode(), fault)
 
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = repo.commits[sha].get(file)
         if data is None:
             return self._error(404, "EntryNotFound", "Entry not found")
-        row = sibling(file, data, True)
+        row = repo.rows[sha][file]
         etag = row["lfs"]["sha256"] if "lfs" in row else row["blobId"]
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         if "lfs" in row and self.server.hub.cdn_url and not self._is_cdn:
@@ -271,6 +272,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
+def _counters(log: list[Request]) -> dict[str, int]:
+    weights = sum(r.sent for r in log if r.path.endswith(".safetensors"))
+    return {"requests": len(log), "sent": sum(r.sent for r in log), "weights": weights}
+
+
 def _pieces(body: File, fault: Fault, step: int = 1 << 18) -> Iterator[bytes]:
     length = len(body) if fault.cut is None else min(fault.cut, len(body))
     for start in range(0, length, step):
@@ -288,7 +294,8 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.05)
     options = parser.parse_args()
     with HubServer({"bench/moe": sharded(options.shards, options.tensors)}, latency=options.latency) as hub:
-        print(hub.url, flush=True)
+        heads = sum(len(data.head) for data in hub.repos["bench/moe"].files.values() if isinstance(data, Sparse))
+        print(hub.url, heads, flush=True)
         sys.stdin.read()
 
 
