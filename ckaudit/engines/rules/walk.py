@@ -97,7 +97,8 @@ class _Walk:
     def alias(self, seat: Seat, full: str) -> Landing | None:
         """The end of a name that is the later of two for one tied embedding, where the release skips those."""
         of = self.model.aliases.get(full)
-        if not self.model.family.aliases or of is None or not of.startswith(join(seat.at, "") and f"{seat.at}."):
+        inside = f"{seat.at}." if seat.at else ""
+        if not self.model.family.aliases or of is None or not of.startswith(inside):
             return None
         return msgspec.structs.replace(self.end("ignored", full, why=f"tied to {of}"), canonical=of)
 
@@ -127,6 +128,8 @@ class _Walk:
         full = join(seat.at, path)
         if skipped := self.skipped(seat, path):
             return self.end("ignored", join(full, rest), why=skipped[0])
+        if alias := self.alias(seat, full):
+            return msgspec.structs.replace(alias, into=join(full, rest), canonical=None)
         if not rest:
             return self.end("loaded", self.model.aliases.get(full, full))
         if skipped := self.skipped(seat, join(path, rest)):
