@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ckaudit import header, index, sniff
-from ckaudit.checkpoint.layout import INDEX, UNKNOWN_GUESS, Layout, choose, guess_headers
+from ckaudit.checkpoint.layout import INDEX, UNKNOWN_GUESS, Layout, choose, guess_headers, other_weights
 from ckaudit.header import DTYPE_BITS, Defect, Header
 from ckaudit.index import Index as Index
 from ckaudit.progress import NullProgress, Progress
@@ -62,6 +62,20 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def index_only(self) -> bool:
         """Whether names come from the index alone, because no shard header could be read."""
         return self.index is not None and all(s.header is None for s in self.shards)
+
+    @property
+    def unaudited(self) -> str | None:
+        """Why there is nothing for an engine to load: no safetensors file and no index. None when there is something."""
+        if self.shards or self.index is not None:
+            return None
+        files = [path for path in self.files if path.startswith(self.folder)]
+        folders = components(path.removeprefix(self.folder) for path in files)
+        if folders:
+            return "the weights are in sub-folders, to be audited one by one: " + ", ".join(folders[:10])
+        others = sorted({path.rpartition(".")[2].lower() for path in other_weights(files)})
+        if others:
+            return "no safetensors file is here, and ." + ", .".join(others) + " files are not read"
+        return "no safetensors file is here"
 
 
 TEXTS = (

@@ -45,8 +45,8 @@ class Layout(msgspec.Struct, frozen=True):
         """
         shards = self.shards
         top = [path for path in files if path.endswith(".safetensors") and "/" not in path]
-        if found is not None and not shards:
-            named = tuple(sorted(set(found.weight_map.values())))
+        if self.index is not None and not shards:
+            named = tuple(sorted(set(found.weight_map.values()))) if found else ()
             here = tuple(path for path in top if doubles(path) is None)
             shards = named if not here or any(path in files for path in named) else here
         strays = tuple(path for path in top if path not in shards and doubles(path) is None)
@@ -76,6 +76,24 @@ def choose(files: Mapping[str, FileInfo], target: str, config: dict[str, Any] | 
     weights = [path for path in top if path.endswith(".safetensors")]
     plain = [path for path in weights if doubles(path) is None]
     return Layout(None, tuple(plain or weights))
+
+
+def loaded_by_name(path: str) -> bool:
+    """Whether a loader finds a single file of this name without being told."""
+    return path.removesuffix(".safetensors") in STEMS
+
+
+_OTHER = re.compile(
+    r".*\.(bin|pt|pth|ckpt|pkl|gguf|ggml|onnx|onnx_data|h5|msgpack|npz|tflite|mlmodel|ot|nemo)", re.IGNORECASE
+)
+_NO_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states).*|.*/(rng_state|optimizer).*"
+)
+
+
+def other_weights(paths: Iterable[str]) -> list[str]:
+    """Those of `paths` that hold, by their names, weights in another format than safetensors."""
+    return [path for path in paths if _OTHER.fullmatch(path) and not _NO_WEIGHTS.fullmatch(path)]
 
 
 def doubles(path: str) -> str | None:

@@ -1,0 +1,20 @@
+"""CK1xx: whether the files are what they claim to be, each by itself and all together. Knows no engine."""
+
+from __future__ import annotations
+
+from ckaudit.checkpoint import Checkpoint
+from ckaudit.checks.container import files, folder, index
+from ckaudit.checks.container.whole import Whole
+from ckaudit.findings import Finding, Skip
+
+CHECKS = tuple(sorted((*files.CHECKS, *index.CHECKS, *folder.CHECKS), key=lambda check: check.id))
+
+
+def run(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """What is wrong with the files and with them as a set, and what could not be judged of them."""
+    whole = Whole(checkpoint)
+    if checkpoint.unaudited is not None:
+        skipped = (c for c in CHECKS if c is not folder.NOT_AUDITED)
+        return tuple(folder.run(whole)), tuple(Skip(c.id, "there is no safetensors file to read") for c in skipped)
+    found = (*files.run(checkpoint), *index.run(whole), *folder.run(whole))
+    return found, (*files.skips(checkpoint), *index.skips(whole))
