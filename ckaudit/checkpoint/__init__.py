@@ -65,11 +65,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def unaudited(self) -> str | None:
-        """Why there is nothing for an engine to load: no safetensors file and no index. None when there is something."""
-        if self.shards or self.index is not None:
+        """Why there is nothing that an engine could load; None when there is something."""
+        if self.tensors:
             return None
-        files = [path for path in self.files if path.startswith(self.folder)]
-        folders = components(path.removeprefix(self.folder) for path in files)
+        if self.shards or self.index is not None:
+            return "no tensor name can be read from what is here"
+        files = [path.removeprefix(self.folder) for path in self.files if path.startswith(self.folder)]
+        folders = components(files)
         if folders:
             return "the weights are in sub-folders, to be audited one by one: " + ", ".join(folders[:10])
         others = sorted({path.rpartition(".")[2].lower() for path in other_weights(files)})
@@ -113,8 +115,10 @@ def read_checkpoint(
         small, defects = small | more, defects + faults
     found = index.parse(layout.index, small[layout.index]) if layout.index in small else None
     layout = layout.with_index(found, files)
-    headers = _read_headers(source, folder, layout, files, found, progress or NullProgress())
-    shards = tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.shards)
+    with header.without_collector():
+        headers = _read_headers(source, folder, layout, files, found, progress or NullProgress())
+        shards = tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.shards)
+        tensors = _tensors(shards, found, folder)
     return Checkpoint(
         name=source.name,
         kind=source.kind,
@@ -124,7 +128,7 @@ def read_checkpoint(
         texts={path: data for path, data in small.items() if not INDEX.search(path)},
         index=found,
         shards=shards,
-        tensors=_tensors(shards, found, folder),
+        tensors=tensors,
         defects=tuple(defects),
         strays=tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.strays),
         folder=folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -144,12 +145,11 @@ def guess_headers(weight_map: Mapping[str, str], sizes: Mapping[str, int | None]
 
     `weight_map` tells which names a file holds; `sizes` are the files' own, where known: offsets grow with them.
     """
-    lengths: dict[str, int] = {}
-    counts: dict[str, int] = {}
+    counts = Counter(weight_map.values())
+    letters = dict.fromkeys(counts, 0)
     for name, path in weight_map.items():
-        lengths[path] = lengths.get(path, 0) + len(name)
-        counts[path] = counts.get(path, 0) + 1
-    return {path: guess_header(counts[path], length, sizes.get(path)) for path, length in lengths.items()}
+        letters[path] += len(name)
+    return {path: guess_header(count, letters[path], sizes.get(path)) for path, count in counts.items()}
 
 
 def guess_header(count: int, letters: int, size: int | None) -> int:

@@ -65,7 +65,7 @@ def parse(data: bytes, file_size: int | None) -> Header:
         defects.append(
             Defect("header-truncated", None, f"{length} bytes of header", f"{len(data) - 8} bytes could be read")
         )
-    with _no_garbage_collection():
+    with without_collector():
         sound = decode(data, length) if whole else None
         if sound is not None:
             tensors, metadata = sound
@@ -80,8 +80,8 @@ def parse(data: bytes, file_size: int | None) -> Header:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Half a million small tuples make the collector walk them again and again, for a third of the time, and none of them is garbage."""
+def without_collector() -> Iterator[None]:
+    """Garbage collection off: half a million small tuples make it walk them again and again, for a third of the time, and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ CHECKS = tuple(sorted((*files.CHECKS, *index.CHECKS, *folder.CHECKS), key=lambda
 def run(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
     """What is wrong with the files and with them as a set, and what could not be judged of them."""
     whole = Whole(checkpoint)
-    if checkpoint.unaudited is not None:
+    if not checkpoint.shards and checkpoint.index is None:
         skipped = (c for c in CHECKS if c is not folder.NOT_AUDITED)
         return tuple(folder.run(whole)), tuple(Skip(c.id, "there is no safetensors file to read") for c in skipped)
     found = (*files.run(checkpoint), *index.run(whole), *folder.run(whole))

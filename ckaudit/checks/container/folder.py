@@ -162,7 +162,7 @@ def _subfolders(whole: Whole) -> Iterator[Finding]:
 
 
 def _nothing(whole: Whole) -> Iterator[Finding]:
-    if whole.checkpoint.unaudited is not None:
+    if not whole.shards and whole.index is None:
         others = other_weights(whole.files)
         yield finding(
             NOT_AUDITED,

@@ -85,7 +85,7 @@ def _index(whole: Whole) -> Iterator[Finding]:
         check, mend = _KINDS[code]
         cases = [d for d in index.defects if d.code == code]
         message = _SAYS[code].format(path=index.path, found=cases[0].found, wanted=cases[0].wanted)
-        names = {d.name or index.path for d in cases}
+        names = {d.name if d.name and code in ("index-duplicate", "shard-name") else index.path for d in cases}
         yield finding(check, message, names, count=len(cases), wanted=cases[0].wanted, found=cases[0].found, mend=mend)
 
 
