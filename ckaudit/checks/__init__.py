@@ -1,0 +1,98 @@
+"""What is wrong with a checkpoint, and with what each engine does with it: every check, and the order in which they explain a loss.
+
+One root cause is one finding. First the files are judged by themselves (`ON_FILES`). Then, for each engine, the checks of `EXPLAIN` run in
+order over what the engine lost (`case.Case`): each takes out what it recognises, so that the general ones at the end (a tensor without
+a parameter, a parameter without a tensor) tell only what nothing more particular explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ckaudit.checkpoint import Checkpoint
+from ckaudit.checks import companions, config, container, layout, names, prefixes, rewrites, tensors, ties
+from ckaudit.checks.case import Case, Explain
+from ckaudit.checks.facts import Facts
+from ckaudit.findings import Check, Finding, Skip
+from ckaudit.plan import Plan
+
+OnFiles = Callable[[Facts], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = tuple(
+    sorted(
+        (
+            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
+            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS,
+        ),
+        key=lambda c: c.id,
+    )
+)  # fmt: skip
+"""The catalogue, by id."""
+
+ON_FILES: tuple[OnFiles, ...] = (
+    config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, layout.draft,
+    ties.ties, companions.companions, companions.schemes, companions.ignore_list,
+    tensors.saved_dtype, tensors.square_experts, tensors.fused_rows,
+)  # fmt: skip
+"""What can be told from names, shapes and config alone."""
+
+WITHOUT_ENGINE: tuple[OnFiles, ...] = (prefixes.wrapped, config.layer_counts, config.expert_counts, config.vocabulary)
+"""What an engine knows better; told from the files where none could be judged."""
+
+EXPLAIN: tuple[Explain, ...] = (
+    # what the engine's own rules did
+    rewrites.spoiled, rewrites.never_fires,
+    # what was found on the files explains what is lost here
+    names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
+    # one cause for many names
+    prefixes.wrong_prefix, tensors.shapes, tensors.casts, companions.unquantised_here,
+    config.layers_too_many, layout.layers_lost, config.whole_parts, ties.head_lost,
+    # one finding for what is left, kind by kind
+    names.collisions, names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
+    names.raises,
+    # what costs nothing here
+    prefixes.accepted, layout.draft_left_out, names.claims, config.newer, tensors.unchecked,
+)  # fmt: skip
+"""From the particular to the general."""
+
+UNJUDGED = {"shapes": tensors.SHAPE, "dtypes": tensors.DTYPE, "tied": ties.TIES}
+"""Which check an engine's own `Unjudged.topic` belongs to."""
+
+_NEEDS_ENGINE = ("CK203", "CK204", "CK301")
+"""The checks that a plan without a verdict leaves open, as far as a reader must know."""
+
+
+def run(checkpoint: Checkpoint, plans: Sequence[Plan]) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """Everything that is wrong with `checkpoint`, by itself and for each engine of `plans`, and what could not be judged."""
+    container_findings, skips = container.run(checkpoint)
+    facts = Facts(checkpoint)
+    judged = [p for p in plans if p.not_judged is None]
+    suspected = [f for check in (ON_FILES if judged else (*ON_FILES, *WITHOUT_ENGINE)) for f in check(facts)]
+    found: list[Finding] = []
+    for plan in judged:
+        case = Case(facts, plan, judged, (*container_findings, *suspected))
+        for explain in EXPLAIN:
+            found += explain(case)
+    standing = [f for f in suspected if not _refuted(f, judged)]
+    return (*container_findings, *standing, *found), (*skips, *_skips(facts, plans))
+
+
+_REFUTABLE = frozenset({"CK210", "CK216", "CK304", "CK305"})
+"""Suspicions that an engine's clean load proves wrong: were they true, it would have lost something."""
+
+
+def _refuted(finding: Finding, judged: Sequence[Plan]) -> bool:
+    return finding.check in _REFUTABLE and any(p.verdict == "loads" for p in judged)
+
+
+def _skips(facts: Facts, plans: Sequence[Plan]) -> Iterator[Skip]:
+    if not facts.has_headers and facts.checkpoint.tensors:
+        for check in ("CK301", "CK302", "CK306"):
+            yield Skip(check, "no shard header could be read: shapes and dtypes are not known")
+    for plan in plans:
+        if plan.not_judged is not None:
+            for check in _NEEDS_ENGINE:
+                yield Skip(check, plan.not_judged, plan.id)
+        for topic in plan.unjudged:
+            check = UNJUDGED.get(topic.topic, tensors.UNDECIDABLE).id
+            yield Skip(check, topic.reason, plan.id)

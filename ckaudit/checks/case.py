@@ -1,0 +1,141 @@
+"""How one root cause becomes one finding: every check takes, in order, what it can explain of one engine's losses and leaves the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+
+from ckaudit.checks.facts import Facts
+from ckaudit.findings import Blame, Check, Finding, Severity
+from ckaudit.header import DTYPE_BITS
+from ckaudit.naming import natural_key
+from ckaudit.plan import Failure, NameFate, Parameter, Plan
+
+
+class Case:
+    """What one engine lost of one checkpoint and nothing has explained yet.
+
+    `strays` are tensors that reached no parameter, `gaps` parameters that were not (or only partly) written; what is so by design is
+    in neither. A check reports what it recognises and takes it out; the checks after it see only the rest.
+    """
+
+    def __init__(self, facts: Facts, plan: Plan, others: Sequence[Plan] = (), on_files: Sequence[Finding] = ()) -> None:
+        self.facts = facts
+        self.plan = plan
+        self.others = [p for p in others if p.id != plan.id and p.not_judged is None]
+        self.on_files = list(on_files)
+        """Findings on the files themselves, which may explain losses here."""
+        lost = [n for n in plan.names if n.fate != "loaded" and n.by_design is None]
+        self.strays: dict[str, NameFate] = {n.name: n for n in lost if n.fate != "not_reached"}
+        self.not_reached: dict[str, NameFate] = {n.name: n for n in lost if n.fate == "not_reached"}
+        self.gaps: dict[str, Parameter] = {
+            p.name: p for p in plan.parameters if p.coverage in ("none", "partial") and p.by_design is None
+        }
+        self.failures: list[Failure] = list(plan.failures)
+
+    def take(self, names: Iterable[str] = (), parameters: Iterable[str] = ()) -> None:
+        """Mark tensors and parameters as explained, and with them the loader's errors that are about them."""
+        taken, filled = set(names), set(parameters)
+        for name in taken:
+            self.strays.pop(name, None)
+            self.not_reached.pop(name, None)
+        for name in filled:
+            self.gaps.pop(name, None)
+        self.failures = [f for f in self.failures if not (taken & set(f.names) or f.parameter in filled)]
+
+    @cached_property
+    def _loaded_by(self) -> list[tuple[Plan, frozenset[str]]]:
+        return [(p, frozenset(n.name for n in p.names if n.fate == "loaded")) for p in self.others]
+
+    def loads_elsewhere(self, names: Iterable[str]) -> Plan | None:
+        """Another engine that loads all of these tensors (or, given none, the whole checkpoint); the same software first."""
+        wanted = set(names)
+        fits = [p for p, loaded in self._loaded_by if (wanted <= loaded if wanted else p.verdict == "loads")]
+        fits.sort(key=lambda p: (p.engine != self.plan.engine, p.verdict != "loads"))
+        return fits[0] if fits else None
+
+    def finding(
+        self, check: Check, message: str, *, names: Iterable[str] = (), parameters: Iterable[str] = (), mend: str = "",
+        severity: Severity | None = None, blame: Blame | None = None, wanted: str = "", found: str = "",
+    ) -> Finding:  # fmt: skip
+        """A finding of this engine. Without a `blame` it is the engine's fault when another engine loads the same tensors.
+
+        `names` are tensors, `parameters` what the model lacks; a finding lists the tensors, and the parameters where there are none.
+        """
+        tensors = sorted(set(names), key=natural_key)
+        lacking = sorted(set(parameters), key=natural_key)
+        elsewhere = self.loads_elsewhere(tensors) if blame is None else None
+        if elsewhere is not None and not mend:
+            mend = f"Use {elsewhere.id}, which loads {'them' if len(tensors or lacking) > 1 else 'it'}."
+        return Finding(
+            check=check.id,
+            title=check.title,
+            severity=severity or check.severity,
+            blame=blame or ("engine" if elsewhere else "checkpoint"),
+            engine=self.plan.id,
+            names=tuple(tensors or lacking),
+            count=len(tensors or lacking),
+            bytes=self.facts.size(tensors) if tensors else sum(map(_bytes, self._parameters(lacking))),
+            wanted=wanted,
+            found=found,
+            message=message,
+            mend=mend,
+        )
+
+    def _parameters(self, names: Iterable[str]) -> Iterator[Parameter]:
+        known = self._by_name
+        return (known[n] for n in names if n in known)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {p.name: p for p in self.plan.parameters}
+
+
+Explain = Callable[[Case], Iterator[Finding]]
+"""A check of one engine's losses."""
+
+
+def _bytes(parameter: Parameter) -> int:
+    """Bytes of what a parameter lacks, 0 where its size is not known."""
+    if parameter.shape is None or parameter.dtype not in DTYPE_BITS:
+        return 0
+    elements = 1
+    for n in parameter.shape:
+        elements *= n
+    return round(elements * DTYPE_BITS[parameter.dtype] / 8 * (1 - (parameter.share or 0)))
+
+
+def on_files(
+    facts: Facts, check: Check, message: str, names: Iterable[str] = (), *, mend: str = "", severity: Severity | None = None,
+    blame: Blame = "checkpoint", wanted: str = "", found: str = "",
+) -> Finding:  # fmt: skip
+    """A finding that holds for the files themselves, whatever loads them."""
+    listed = tuple(sorted(set(names), key=natural_key))
+    return Finding(
+        check=check.id,
+        title=check.title,
+        severity=severity or check.severity,
+        blame=blame,
+        names=listed,
+        count=len(listed),
+        bytes=facts.size(listed),
+        wanted=wanted,
+        found=found,
+        message=message,
+        mend=mend,
+    )
+
+
+def stack_of(name: str) -> str:
+    """The path before the first number of `name`, or its first segment: what is told together when nothing else explains it."""
+    segments = name.split(".")
+    number = next((i for i, s in enumerate(segments) if s.isdecimal()), 0)
+    return ".".join(segments[:number]) or segments[0]
+
+
+def by_stack(names: Iterable[str]) -> dict[str, list[str]]:
+    """`names` by `stack_of`, in order of first appearance."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(stack_of(name), []).append(name)
+    return groups

@@ -1,0 +1,306 @@
+"""CK304, CK305, CK307: what belongs to a quantised weight, and the scheme on disk against the one that the config declares."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.facts import Facts, split
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import fold, printable
+from ckaudit.renames import infer_rename
+
+COMPANION = Check("CK304", "quantised weight without its companion", "error")
+SCHEME = Check("CK305", "quantisation on disk against the config", "error")
+IGNORE_LIST = Check("CK307", "ignore list that matches no module", "warning")
+CHECKS = (COMPANION, SCHEME, IGNORE_LIST)
+
+
+class Scheme(msgspec.Struct, frozen=True):
+    """How one quantiser names what it stores. `marker` recognises a module by its leaves, `needs` are leaves that must be there:
+    of each tuple one. `usual` are leaves that all modules of a checkpoint have or none."""
+
+    name: str
+    methods: frozenset[str]
+    """`quant_method` values of configs that mean this scheme."""
+    marker: re.Pattern[str]
+    needs: tuple[tuple[str, ...], ...]
+    usual: frozenset[str] = frozenset()
+
+
+def _scheme(name: str, methods: str, marker: str, *needs: str, usual: str = "") -> Scheme:
+    return Scheme(
+        name, frozenset(methods.split()), re.compile(f"(?:{marker})$"), tuple(tuple(n.split("|")) for n in needs),
+        frozenset(usual.split()),
+    )  # fmt: skip
+
+
+_FP8_SCALE = "weight_scale|weight_scale_inv|scale|qscale_weight|weight_scale_2|scale_weight"
+SCHEMES = (
+    _scheme("GPTQ or AWQ", "gptq awq gptq_marlin awq_marlin auto-round auto_round", "qweight", "scales", usual="qzeros g_idx"),
+    _scheme(
+        "compressed-tensors, packed", "compressed-tensors modelopt", "weight_packed", "weight_scale",
+        usual="weight_shape weight_global_scale",
+    ),
+    _scheme(
+        "bitsandbytes 4-bit", "bitsandbytes", r"weight\.(absmax|quant_map|quant_state\..*)", "weight.absmax", "weight.quant_map",
+        "weight.quant_state.*", "weight*", usual="weight.nested_absmax weight.nested_quant_map",
+    ),
+    _scheme("bitsandbytes 8-bit", "bitsandbytes", "SCB", "weight*"),
+    _scheme("MXFP4", "mxfp4 quark", "_blocks", "_scales"),
+    _scheme("quanto", "quanto", r"weight\._data", "weight._scale"),
+    _scheme("FP8", "fp8 fbgemm_fp8 compressed-tensors modelopt quark", "weight:F8_.*", _FP8_SCALE),
+    _scheme("int8", "compressed-tensors bitsandbytes modelopt quark w8a8_int8 ascend", "weight:I8", f"SCB|{_FP8_SCALE}|deq_scale"),
+    _scheme("MLX", "mlx", "weight:U32|biases", "scales", usual="biases"),
+    _scheme("packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax"),
+)  # fmt: skip
+"""In the order in which a module is recognised. Facts: transformers 5.24.0 `quantizers/`, compressed-tensors
+`compressors/`, AutoGPTQ, AutoAWQ, mlx `nn/layers/quantized.py`."""
+
+_ORPHANS = re.compile(
+    r"(weight_scale|weight_scale_inv|weight_zero_point|weight_shape|weight_g_idx|weight_global_scale|qzeros|g_idx)$"
+)
+_BASES = ("weight", "qweight", "weight_packed", "_blocks", "_packed", "")
+FULL = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+_KV = re.compile(r"(^|\.)(k_scale|v_scale|q_scale|kv_scale|prob_scale|output_scale|kv_cache_scaling_factor)$")
+_TAIL = re.compile(
+    r"(^|\.|_)(qweight|qzeros|scales|g_idx|biases|weight_packed|weight_scale(_inv|_2)?|weight_shape|weight_zero_point|weight_global_scale"
+    r"|input_scale|input_global_scale|weight_g_idx|SCB|weight_format|scale_inv|blocks|weight\.[a-z_]+(\..*)?|_data|_scale)$"
+)
+
+
+def _has(leaves: frozenset[str], leaf: str) -> bool:
+    if leaf.endswith("*"):
+        return any(n.partition(":")[0] == leaf[:-1] or (leaf != "weight*" and n.startswith(leaf[:-1])) for n in leaves)
+    return leaf in leaves
+
+
+def recognised(facts: Facts) -> dict[Scheme, dict[frozenset[str], list[str]]]:
+    """The schemes on disk: scheme -> set of leaves -> modules."""
+    if not _may_be_quantised(facts):
+        return {}
+    found: dict[Scheme, dict[frozenset[str], list[str]]] = defaultdict(dict)
+    for leaves, modules in facts.modules.items():
+        scheme = next((s for s in SCHEMES if any(s.marker.match(leaf) for leaf in leaves)), None)
+        if scheme is not None and not (scheme.name == "MLX" and not _has(leaves, "weight*")):
+            found[scheme][leaves] = modules
+    return dict(found)
+
+
+def _may_be_quantised(facts: Facts) -> bool:
+    """A quick look: whether any name reads like a companion, or any dtype is one that weights are quantised to."""
+    dtypes = {t.dtype for t in facts.checkpoint.tensors.values()}
+    return any(d is not None and d not in FULL for d in dtypes) or any(_TAIL.search(text) for text in facts.shapes)
+
+
+def companions(facts: Facts) -> Iterator[Finding]:
+    """Modules that lack what their scheme needs, or what all the others of their kind have; and companions whose weight is not there."""
+    for scheme, kinds in recognised(facts).items():
+        total = sum(map(len, kinds.values()))
+        counts: Counter[str] = Counter()
+        for leaves, modules in kinds.items():
+            counts.update({leaf: len(modules) for leaf in leaves})
+        usual = {leaf for leaf in scheme.usual if 10 * counts[leaf] >= 9 * total}
+        scaled = _declares(facts) or any(counts[leaf] for need in scheme.needs for leaf in need)
+        lacking: dict[str, list[str]] = defaultdict(list)
+        for leaves, modules in kinds.items():
+            needs = [need for need in scheme.needs if not any(_has(leaves, n) for n in need)] if scaled else []
+            for text in [_likely(need, counts) for need in needs] + sorted(usual - leaves):
+                lacking[text] += modules
+        for leaf, modules in lacking.items():
+            yield _lacks(facts, scheme, leaf, modules)
+    if not _may_be_quantised(facts):
+        return
+    orphans = [
+        f"{m}.{leaf}" if leaf[0] != "_" else m + leaf
+        for leaves, modules in facts.modules.items()
+        if not any(n.partition(":")[0] in _BASES for n in leaves)
+        for leaf in leaves
+        if _ORPHANS.match(leaf)
+        for m in modules
+    ]
+    if orphans:
+        yield on_files(
+            facts, COMPANION, f"{len(orphans)} scales or indices have no weight beside them: {_listed(orphans)}.", orphans,
+            mend="Take the weights from the source of this checkpoint, or the companions out.",
+            wanted="a weight", found=printable(orphans[0]),
+        )  # fmt: skip
+
+
+def _declares(facts: Facts) -> bool:
+    return bool(declared(facts)) or bool(_elsewhere(facts))
+
+
+def _likely(need: tuple[str, ...], counts: Counter[str]) -> str:
+    return max(need, key=lambda leaf: counts[leaf])
+
+
+def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Finding:
+    shown = leaf.rstrip("*")
+    names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
+    return on_files(
+        facts, COMPANION, f"{len(modules)} modules quantised as {scheme.name} lack `{shown}`: {_listed(names)}.", names,
+        mend="Take the tensors from the source of this checkpoint, or quantise it again.", wanted=shown, found="nothing stored",
+    )  # fmt: skip
+
+
+def declared(facts: Facts) -> dict[str, Any]:
+    """The quantisation that the config declares, wherever it stands; empty when it declares none. MLX's own key counts as method `mlx`."""
+    sections = [facts.config, *(v for v in facts.config.values() if isinstance(v, dict))]
+    for section in sections:
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := section.get(key), dict) and found:
+                return found
+        if isinstance(found := section.get("quantization"), dict) and found:
+            return {"quant_method": "mlx", **found}
+    return {}
+
+
+def _elsewhere(facts: Facts) -> str | None:
+    """The file beside config.json that declares a quantisation, if one does."""
+    return next(
+        (
+            p
+            for p in facts.checkpoint.texts
+            if p.endswith(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
+        ),
+        None,
+    )
+
+
+_LATER = frozenset("bitsandbytes fp8 torchao hqq quanto eetq higgs fp_quant sinq mxfp4 metal four_over_six".split())  # noqa: SIM905
+"""Methods that also quantise plain weights while loading: nothing quantised on disk is then as it should be."""
+
+
+def schemes(facts: Facts) -> Iterator[Finding]:
+    """Quantised tensors that no config declares, a declared quantisation of which nothing is on disk, and one declared as another."""
+    found = {s: kinds for s, kinds in recognised(facts).items() if _certain(s, kinds)}
+    config = declared(facts)
+    method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
+    modules = {m for kinds in found.values() for group in kinds.values() for m in group}
+    names = [n for n in facts.checkpoint.tensors if split(n)[0] in modules] if modules else []
+    on_disk = ", ".join(s.name for s in found)
+    if found and not config:
+        other = _elsewhere(facts)
+        yield on_files(
+            facts, SCHEME, f"{len(modules)} modules are quantised ({on_disk}), and config.json has no quantization_config"
+            + (f"; the scheme stands in {printable(other)}, which not every loader reads." if other else "."),
+            names, blame="config",
+            mend=f"Copy the scheme {f'from {printable(other)} ' if other else ''}into config.json as quantization_config.",
+            wanted="quantization_config", found="none",
+        )  # fmt: skip
+    elif method and not found and facts.checkpoint.tensors and method not in _LATER and not _dense(config):
+        known = {m for s in SCHEMES for m in s.methods}
+        if method in known:
+            yield on_files(
+                facts, SCHEME, f"The config declares {printable(method)} quantisation, and no tensor is quantised.", blame="config",
+                mend="Take quantization_config out of config.json, or store the quantised tensors.",
+                wanted=printable(method), found="plain tensors",
+            )  # fmt: skip
+    elif method and found and not any(method in s.methods for s in found) and any(method in s.methods for s in SCHEMES):
+        yield on_files(
+            facts, SCHEME, f"The config declares {printable(method)}, and the tensors are stored as {on_disk}.", names, blame="config",
+            mend="Declare the scheme that is on disk.", wanted=printable(method), found=on_disk,
+        )  # fmt: skip
+
+
+def _certain(scheme: Scheme, kinds: dict[frozenset[str], list[str]]) -> bool:
+    """Whether a scheme is beyond doubt: plain bytes or FP8 without any scale may just be how a tensor is stored."""
+    return any(all(any(_has(leaves, n) for n in need) for need in scheme.needs) for leaves in kinds)
+
+
+def _dense(config: dict[str, Any]) -> bool:
+    """Whether the declared quantisation leaves the weights alone (only the KV cache, or not compressed yet)."""
+    groups = config.get("config_groups")
+    return config.get("format") == "dense" or config.get("quantization_status") == "frozen" or groups == {}
+
+
+def unquantised_here(case: Case) -> Iterator[Finding]:
+    """Strays that belong to a quantised weight: this engine builds those modules unquantised, or knows no such companions."""
+    told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}
+    strays = [n for n in case.strays if _TAIL.search(n) or n in told]
+    cache = [n for n in case.strays if _KV.search(n)]
+    if cache:
+        yield case.finding(
+            SCHEME, f"{len(cache)} scales of the KV cache are left out; a quantised cache then uses 1.0: {_listed(cache)}.", names=cache,
+            severity="warning", mend="Load with the KV cache in its full dtype, or use an engine that reads these scales.",
+        )  # fmt: skip
+        case.take(cache)
+    explained = [n for n in strays if n in told]
+    case.take(explained, _same_modules(case, explained))
+    rest = [n for n in strays if n in case.strays]
+    if rest:
+        entry = ignored_by(declared(case.facts), split(rest[0])[0])
+        why = f" (the ignore list's {printable(entry)} matches them)" if entry else ""
+        yield case.finding(
+            SCHEME,
+            f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {_listed(rest)}.",
+            names=rest, blame="config" if entry else None if case.loads_elsewhere(rest) else "engine",
+            mend="Take the entry out of the ignore list." if entry else "", wanted="modules built for this scheme", found="modules without",
+        )  # fmt: skip
+        case.take(rest, _same_modules(case, rest))
+
+
+def _same_modules(case: Case, names: Iterable[str]) -> list[str]:
+    """Gaps in the modules of these tensors, under the names the engine knows them by."""
+    modules = {split(case.strays[n].into or n)[0] for n in names if n in case.strays} | {split(n)[0] for n in names}
+    return [g for g in case.gaps if split(g)[0] in modules]
+
+
+def ignored_by(config: dict[str, Any], module: str) -> str | None:
+    """The entry of the config's ignore list that exempts `module`; None when none does."""
+    for entry in _ignore_list(config):
+        if entry.startswith("re:"):
+            try:
+                if re.match(entry[3:], module):
+                    return entry
+            except re.error:
+                continue
+        elif module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}"):
+            return entry
+    return None
+
+
+def _ignore_list(config: dict[str, Any]) -> list[str]:
+    for key in (
+        "ignore",
+        "modules_to_not_convert",
+        "llm_int8_skip_modules",
+        "ignored_layers",
+        "exclude_modules",
+        "exclude",
+    ):
+        if isinstance(found := config.get(key), list):
+            return [e for e in found if isinstance(e, str)]
+    return []
+
+
+def ignore_list(facts: Facts) -> Iterator[Finding]:
+    """Entries of the ignore list that name no module, while the same entries after one rename all would."""
+    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
+    if not entries:
+        return
+    modules = {m for group in facts.modules.values() for m in group}
+    stacks = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
+    idle = [e for e in entries if e not in modules and e not in stacks]
+    found = infer_rename(idle, modules) if idle else None
+    if found is not None and len(found.pairs) > 1:
+        entry, module = next(iter(found.pairs.items()))
+        yield on_files(
+            facts, IGNORE_LIST, f"{len(found.pairs)} of {len(entries)} entries of the ignore list name no module of this checkpoint; "
+            f"`{printable(entry)}` is stored as `{printable(module)}`.",
+            found.pairs.values(), blame="config",
+            mend=f"In the ignore list, {found.rename.text}.", wanted=printable(module), found=printable(entry),
+        )  # fmt: skip
+
+
+def _listed(names: Iterable[str]) -> str:
+    lines = fold(names)
+    return ", ".join(f"`{line}`" for line in lines[:3]) + (
+        f" and {len(lines) - 3} more kinds" if len(lines) > 3 else ""
+    )

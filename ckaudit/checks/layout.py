@@ -1,0 +1,213 @@
+"""CK210, CK211, CK212, CK219: numbered stacks with gaps, experts stored twice, draft layers that are not there."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.facts import DRAFT, DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts, Stack
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import fold, printable
+
+LAYER_GAP = Check("CK210", "layers that are not there", "error")
+EXPERT_GAP = Check("CK211", "experts that are not there", "error")
+EXPERTS_TWICE = Check("CK212", "experts stored both one by one and fused", "error")
+DRAFT_PART = Check("CK219", "draft layers (MTP)", "note")
+CHECKS = (LAYER_GAP, EXPERT_GAP, EXPERTS_TWICE, DRAFT_PART)
+
+_SOURCE = "Take the layers from the source of this checkpoint"
+_NUMBERED = re.compile(r"^(.*?)\.([0-9]{1,6})\.")
+
+
+def numbers(indices: Iterable[int]) -> str:
+    """`0..3,7`: how a set of numbers is told."""
+    folded = fold(f"{i}." for i in indices)
+    return folded[0].rstrip(".").strip("{}") if len(folded) == 1 else ", ".join(folded)
+
+
+def layer_holes(facts: Facts) -> Iterator[Finding]:
+    """A stack of layers whose numbers have a hole: whatever the config says, a layer was lost."""
+    for path, stack in facts.layers.items():
+        holes = stack.holes
+        if not holes or len(holes) >= len(stack.members) or _regular(stack):
+            continue
+        yield on_files(
+            facts, LAYER_GAP,
+            f"`{printable(path)}` has layers {numbers(stack.indices)}; layers {numbers(holes)} are not in the checkpoint.",
+            [f"{path}.{i}" for i in holes], mend="Take the layers from the source of this checkpoint: a part of it was lost.",
+            wanted=f"{path}.{{{numbers(range(max(stack.members) + 1))}}}", found=f"{path}.{{{numbers(stack.indices)}}}",
+        )  # fmt: skip
+
+
+def _regular(stack: Stack) -> bool:
+    """Whether the numbers go up in equal steps: modules that alternate with others without weights."""
+    indices = stack.indices
+    return len({b - a for a, b in pairwise(indices)}) == 1
+
+
+def layers_lost(case: Case) -> Iterator[Finding]:
+    """Whole layers of the engine's model of which no parameter was written, beside others that were."""
+    own = {
+        re.sub(r".*\.", "", n.rpartition(".")[0]) + n[n.rfind(".") :]
+        for f in case.on_files
+        if f.check == LAYER_GAP.id
+        for n in f.names
+    }
+    for path, (lost, kept) in _whole(case.gaps, (p.name for p in case.plan.parameters)).items():
+        if not kept:
+            continue
+        parameters = [p for i in lost for p in lost[i]]
+        told = {i for i in lost if f"{path.rpartition('.')[2]}.{i}" in own}
+        new = sorted(lost.keys() - told)
+        if new:
+            size = len(kept) + len(lost)
+            key = next((k for k, v in case.facts.values(LAYER_KEYS).items() if v == size), None)
+            says = f"; the config says {key}: {size}" if key else ""
+            yield case.finding(
+                LAYER_GAP, f"No tensor fills layers {numbers(new)} of `{printable(path)}`; layers {numbers(kept)} are there{says}.",
+                parameters=[p for i in new for p in lost[i]],
+                mend=f"{_SOURCE}, or set {key} to {len(kept)} if it was cut on purpose." if key else f"{_SOURCE}.",
+                wanted=f"layers {numbers(range(size))}", found=f"layers {numbers(kept)}",
+            )  # fmt: skip
+        case.take([n for n, f in case.strays.items() if f.into in set(parameters)], parameters)
+
+
+def _whole(some: Iterable[str], every: Iterable[str]) -> dict[str, tuple[dict[int, list[str]], list[int]]]:
+    """Stack path -> (numbers all of whose members are in `some`, with them; the other numbers)."""
+    chosen = set(some)
+    stacks: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in every:
+        if match := _NUMBERED.match(name):
+            stacks[match[1]][int(match[2])].append(name)
+    out = {}
+    for path, members in stacks.items():
+        whole = {i: names for i, names in members.items() if chosen.issuperset(names)}
+        if whole:
+            out[path] = whole, sorted(members.keys() - whole.keys())
+    return out
+
+
+def expert_holes(facts: Facts) -> Iterator[Finding]:
+    """Experts that are missing, whole or in part, among numbered ones. Loaders that stack experts sort the numbers and never check them."""
+    for shape, stacks in facts.experts.items():
+        whole: list[str] = []
+        usual = Counter(tuple(s.indices) for s in stacks.values()).most_common(1)[0][0]
+        full = set(range(max(max(usual) + 1, len(usual))))
+        for path, stack in stacks.items():
+            if max(stack.members) < 100_000:
+                whole += [f"{path}.{i}" for i in sorted((full | set(range(max(stack.members)))) - stack.members.keys())]
+        parts = [name for stack in stacks.values() for name in _incomplete(stack)]
+        if whole or parts:
+            told = " and ".join(
+                t
+                for t in (f"{len(whole)} experts" if whole else "", f"parts of {len(parts)} more" if parts else "")
+                if t
+            )
+            yield on_files(
+                facts, EXPERT_GAP, f"{told} are not there in `{printable(shape)}`, whose stacks mostly hold experts {numbers(usual)}.",
+                whole + parts,
+                mend="Take them from the source of this checkpoint; if experts were pruned, number the rest from 0 in every layer.",
+                wanted=numbers(sorted(full)), found="gaps",
+            )  # fmt: skip
+
+
+def _incomplete(stack: Stack) -> Iterator[str]:
+    """Modules (`gate_proj`) that most experts of a stack have and some lack."""
+    parts = {i: {rest.split(".", 1)[0] for rest in rests} for i, rests in stack.members.items()}
+    if len({frozenset(p) for p in parts.values()}) == 1:
+        return
+    counts = Counter(part for found in parts.values() for part in found)
+    usual = {part for part, n in counts.items() if 2 * n > len(parts)}
+    for i, found in sorted(parts.items()):
+        yield from (f"{stack.path}.{i}.{part}" for part in sorted(usual - found))
+
+
+def experts_lost(case: Case) -> Iterator[Finding]:
+    """Takes the losses that a gap among the experts explains: every tensor and parameter of the stacks it stands in."""
+    paths = {
+        re.split(r"\.[0-9]+(?:\.[^.]+)?$", n)[0] for f in case.on_files if f.check == EXPERT_GAP.id for n in f.names
+    }
+    if paths:
+        inside = [f for f in case.plan.names if any(f.name.startswith(f"{p}.") for p in _prefixes(f.name, paths))]
+        case.take([f.name for f in inside], {f.into for f in inside if f.into} | {a for f in inside for a in f.also})
+    return iter(())
+
+
+def _prefixes(name: str, paths: set[str]) -> Iterator[str]:
+    at = name.find(".")
+    while at >= 0:
+        if name[:at] in paths:
+            yield name[:at]
+        at = name.find(".", at + 1)
+
+
+_PROJECTION = re.compile(r"(?<![a-z])(gate|up|down|w1|w2|w3|w13|fc1|fc2|input|output|linear)(?![a-z])")
+
+
+def experts_twice(facts: Facts) -> Iterator[Finding]:
+    """Experts one by one and, beside them, fused over all experts: a loader takes one set and drops the other without a word."""
+    fused: dict[str, list[str]] = defaultdict(list)
+    for path, stacks in facts.experts.items():
+        depth = path.count(".") + 1
+        for text, names in facts.shapes.items():
+            rest = text[len(path) + 1 :] if text.startswith(f"{path}.") else "#"
+            if rest[0] != "#" and ("proj" in rest or re.match(r"w[0-9]", rest)):
+                for name in names:
+                    if (owner := ".".join(name.split(".")[:depth])) in stacks:
+                        fused[owner].append(name)
+    both: list[str] = []
+    for path, names in fused.items():
+        members = facts.stacks[path].members
+        single = {m for rests in members.values() for r in rests for m in _PROJECTION.findall(r.replace("_", " "))}
+        both += [n for n in names if single & set(_PROJECTION.findall(n[len(path) :].replace("_", " ")))]
+    if both:
+        where = {n.rpartition(".")[0] for n in both}
+        yield on_files(
+            facts, EXPERTS_TWICE,
+            f"{len(both)} fused expert tensors stand beside the same experts one by one ({len(where)} modules).", both,
+            mend="Keep one of the two sets.", wanted="one layout in a module", found=f"{printable(both[0])} and numbered experts",
+        )  # fmt: skip
+
+
+def experts_twice_here(case: Case) -> Iterator[Finding]:
+    """Takes what `experts_twice` explains: the set that this engine dropped."""
+    twice = {n.rpartition(".")[0] for f in case.on_files if f.check == EXPERTS_TWICE.id for n in f.names}
+    if twice:
+        inside = [f for f in case.plan.names if any(True for _ in _prefixes(f.name, twice))]
+        case.take([f.name for f in inside], {f.into for f in inside if f.into})
+    return iter(())
+
+
+def draft(facts: Facts) -> Iterator[Finding]:
+    """A draft model (multi-token prediction) that is announced and not stored: a note, since the main model loads without it."""
+    announced = {k: v for k, v in facts.values(DRAFT_KEYS).items() if v > 0}
+    if not announced:
+        return
+    key, layers = next(iter(announced.items()))
+    names = facts.matching(DRAFT)
+    main = facts.values(LAYER_KEYS[:1]).values()
+    behind = {f"{p}.{i}" for p, s in facts.layers.items() for i in s.indices if any(n <= i < n + layers for n in main)}
+    if not names and not behind and facts.checkpoint.tensors:
+        yield on_files(
+            facts, DRAFT_PART, f"The config announces a draft model ({key}: {layers}), and no tensor of one is stored.",
+            blame="config", mend=f"Set {key} to 0, or copy the draft layers from the source if speculative decoding is wanted.",
+            wanted=f"{layers} draft layers", found="none",
+        )  # fmt: skip
+
+
+def draft_left_out(case: Case) -> Iterator[Finding]:
+    """Draft tensors that this engine leaves out by design."""
+    left = [n.name for n in case.plan.names if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name)]
+    if left:
+        yield case.finding(
+            DRAFT_PART, f"{len(left)} tensors of a draft model are stored and left out: this class has no draft model.",
+            names=left, blame="engine",
+        )  # fmt: skip
+
+
+def expert_counts(facts: Facts) -> dict[str, int]:
+    """Number of experts that the config declares, by key."""
+    return {k: v for k, v in facts.values(EXPERT_KEYS).items() if v > 1}

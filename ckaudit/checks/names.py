@@ -1,0 +1,233 @@
+"""CK203 to CK207, CK215, CK218: what one engine lost and nothing more particular explains."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ckaudit.checks.case import Case, by_stack
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import Nearest, fold, printable
+
+UNMATCHED = Check("CK203", "tensor without a parameter", "error")
+MISSING = Check("CK204", "parameter without a tensor", "error")
+PARTLY = Check("CK205", "parameter written only in part", "error")
+SILENT = Check("CK206", "tensor dropped in silence", "error")
+COLLISION = Check("CK207", "two tensors on one parameter", "error")
+CLAIM = Check("CK215", "the loader's own report is wrong", "note")
+RAISES = Check("CK218", "the loader refuses the checkpoint", "error")
+CHECKS = (UNMATCHED, MISSING, PARTLY, SILENT, COLLISION, CLAIM, RAISES)
+
+# Tables that every engine computes, and counters that only training reads. Old releases of transformers and torch saved them.
+HARMLESS = re.compile(
+    r"rotary\S*\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(position_ids|num_batches_tracked|masked_bias)$|rotary_emb\.scaling_factor$"
+)
+
+
+def not_in_the_files(case: Case) -> Iterator[Finding]:
+    """Takes the parameters whose tensors the index promises and no shard holds: the container's findings tell of those."""
+    index, tensors = case.facts.checkpoint.index, case.facts.checkpoint.tensors
+    absent = {n for n in index.weight_map if n not in tensors} if index is not None else set()
+    if absent:
+        tails = {_place(n) for n in absent}
+        whole = {_place(n) for n in tensors}
+        case.take(
+            (),
+            [
+                g
+                for g in case.gaps
+                if _place(g) in tails and (g in absent or _place(g) not in whole or case.gaps[g].coverage == "partial")
+            ],
+        )
+    return iter(())
+
+
+def _place(name: str) -> tuple[str, ...]:
+    """The module two levels above a tensor from its innermost stack on (`layers.3.mlp`): alike in the names of files and of engines."""
+    segments = name.split(".")[:-1]
+    number = next((i for i, s in enumerate(segments) if s.isdecimal()), None)
+    return tuple(segments[max(0, number - 1) : number + 2]) if number is not None else tuple(segments[-1:])
+
+
+def harmless(case: Case) -> Iterator[Finding]:
+    """Takes stored tables that every engine computes by itself: a note, since nothing is lost."""
+    extra = [n for n in case.strays if HARMLESS.search(n) or _causal_mask(case, n)]
+    absent = [g for g in case.gaps if HARMLESS.search(g)]
+    if extra:
+        yield case.finding(
+            SILENT, f"{len(extra)} stored tensors are tables that the engine computes; leaving them out loses nothing.", names=extra,
+            severity="note", blame="checkpoint",
+        )  # fmt: skip
+    case.take(extra, absent)
+
+
+def _causal_mask(case: Case, name: str) -> bool:
+    """GPT-2 and its kin stored the causal mask, a [1, 1, N, N] table, as `attn.bias`."""
+    tensor = case.facts.checkpoint.tensors.get(name)
+    shape = tensor.shape if tensor is not None and name.endswith(".bias") else None
+    return shape is not None and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+
+
+def collisions(case: Case) -> Iterator[Finding]:
+    """Several tensors on one place: one won, the others are lost. Told once for each pair of stacks that meet."""
+    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    for collision in case.plan.collisions:
+        for lost in collision.lost:
+            groups[_common(collision.kept, lost)].append((collision.kept, lost, collision.parameter))
+    for pairs in groups.values():
+        kept, lost, parameter = pairs[0]
+        names = [n for p in pairs for n in p[:2]]
+        if set(names) & {n for f in case.on_files for n in f.names if f.check in ("CK212", "CK214")}:
+            continue
+        yield case.finding(
+            COLLISION, f"{len(pairs)} parameters are given two tensors each: `{printable(lost)}` and `{printable(kept)}` both become "
+            f"`{printable(parameter)}`, and the second wins.",
+            names=names, mend="Keep one of each pair, or give this engine rules that keep the two trees apart.",
+            wanted="one tensor", found=f"{printable(lost)} and {printable(kept)}",
+        )  # fmt: skip
+        case.take([lost for _, lost, _ in pairs], [p for *_, p in pairs])
+
+
+def _common(kept: str, lost: str) -> tuple[str, str]:
+    """The heads of two names, the tail that they share taken off and numbers as `#`: what makes them meet."""
+    a, b = kept.split("."), lost.split(".")
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    text = [".".join("#" if s.isdecimal() else s for s in x) for x in (a, b)]
+    return text[0], text[1]
+
+
+def silent(case: Case) -> Iterator[Finding]:
+    """Tensors left out without raising or telling: ignored (any unexpected `.bias` in some releases) or dropped by a rule."""
+    quiet = {n: f for n, f in case.strays.items() if f.fate in ("ignored", "dropped")}
+    for fate in ("ignored", "dropped"):
+        for stack, names in by_stack(n for n, f in quiet.items() if f.fate == fate).items():
+            how = "by a rule" if fate == "dropped" else "without a word"
+            beside = _quantised_biases(case, names)
+            yield case.finding(
+                SILENT, f"{len(names)} tensors under `{printable(stack)}` are {fate} {how}: {_listed(names)}.", names=names,
+                severity="warning" if len(beside) == len(names) else "error",
+                mend=_cure(case, names) or ("Some quantisers write zero biases for layers that have none: drop those." if beside else ""),
+            )  # fmt: skip
+    case.take(quiet)
+
+
+def _quantised_biases(case: Case, names: Iterable[str]) -> list[str]:
+    tensors = case.facts.checkpoint.tensors
+    return [n for n in names if n.endswith(".bias") and f"{n.removesuffix('bias')}qweight" in tensors]
+
+
+def likely_renames(case: Case) -> Iterator[Finding]:
+    """Strays and gaps that pair up by likeness, stack by stack: each pair is one rename, so one finding tells both."""
+    missing = {g for g, p in case.gaps.items() if p.coverage == "none"}
+    strays = {n: f for n, f in case.strays.items() if f.fate == "unmatched"}
+    if not strays or not missing:
+        return
+    finder = Nearest(missing)
+    pairs: dict[str, str] = {}
+    for name, fate in strays.items():
+        near = finder.find(fate.into or name)
+        if near is not None and near not in pairs.values() and _fits(case, name, near):
+            pairs[name] = near
+    for stack, names in by_stack(pairs).items():
+        example = names[0]
+        yield case.finding(
+            UNMATCHED, f"{len(names)} tensors under `{printable(stack)}` have no parameter, and as many parameters like them no tensor: "
+            f"{_listed(names)}.",
+            names=names, mend=_cure(case, names) or f"Rename `{printable(example)}` to `{printable(pairs[example])}`"
+            + (" and the others alike." if len(names) > 1 else "."),
+            wanted=printable(pairs[example]), found=printable(example),
+        )  # fmt: skip
+        case.take(names, [pairs[n] for n in names])
+
+
+def _fits(case: Case, name: str, parameter: str) -> bool:
+    tensor, wanted = case.facts.checkpoint.tensors.get(name), case.gaps[parameter].shape
+    numbers = re.findall(r"(?<=\.)[0-9]+(?=\.)", name) == re.findall(r"(?<=\.)[0-9]+(?=\.)", parameter)
+    return numbers and (tensor is None or tensor.shape is None or wanted is None or tensor.shape == wanted)
+
+
+def unmatched(case: Case) -> Iterator[Finding]:
+    """Tensors that no parameter of the engine's model is called like."""
+    names = [n for n, f in case.strays.items() if f.fate == "unmatched"]
+    finder = Nearest(p.name for p in case.plan.parameters)
+    for stack, group in by_stack(names).items():
+        fate = case.strays[group[0]]
+        near = finder.find(fate.into or fate.name)
+        asked = f", looked up as `{printable(fate.into)}`" if fate.into and fate.into != fate.name else ""
+        yield case.finding(
+            UNMATCHED, f"{len(group)} tensors under `{printable(stack)}` have no parameter: {_listed(group)}{asked}.", names=group,
+            mend=_cure(case, group) or "Take them out, or name the class that has them in `architectures`.",
+            wanted=f"nearest: {printable(near)}" if near else "no such parameter", found=printable(fate.into or fate.name),
+        )  # fmt: skip
+    case.take(names)
+
+
+def missing(case: Case) -> Iterator[Finding]:
+    """Parameters that no tensor fills: they keep whatever they were initialised with."""
+    gaps = [g for g, p in case.gaps.items() if p.coverage == "none"]
+    for stack, group in by_stack(gaps).items():
+        elsewhere = case.loads_elsewhere(())
+        yield case.finding(
+            MISSING, f"{len(group)} parameters under `{printable(stack)}` are in no tensor and stay as initialised: {_listed(group)}.",
+            parameters=group, blame="engine" if elsewhere else "checkpoint",
+            mend=f"Use {elsewhere.id}, which loads the checkpoint whole." if elsewhere else "Take them from the source of this checkpoint.",
+            wanted=printable(group[0]), found="nothing stored",
+        )  # fmt: skip
+    case.take((), gaps)
+
+
+def partly(case: Case) -> Iterator[Finding]:
+    """Fused parameters of which a part was never written."""
+    gaps = [g for g, p in case.gaps.items() if p.coverage == "partial"]
+    for stack, group in by_stack(gaps).items():
+        first = case.gaps[group[0]]
+        share = f"{first.share:.0%}" if first.share is not None else "a part"
+        yield case.finding(
+            PARTLY, f"{len(group)} parameters under `{printable(stack)}` are written only in part ({share} of `{printable(first.name)}`).",
+            parameters=group, mend="Look for the missing parts (q, k, v; gate, up; single experts) in the source of this checkpoint.",
+            wanted="all elements", found=f"{share} from {len(first.sources)} tensors",
+        )  # fmt: skip
+    case.take((), gaps)
+
+
+def claims(case: Case) -> Iterator[Finding]:
+    """What the loader says of itself and observation denies."""
+    for note in case.plan.notes:
+        if note.kind == "claim":
+            yield case.finding(CLAIM, note.text, parameters=note.names, blame="engine")
+
+
+def raises(case: Case) -> Iterator[Finding]:
+    """The loader's own errors that no other finding is about; whatever was not reached because of them is told with them."""
+    errors: dict[str, set[str]] = defaultdict(set)
+    for failure in case.failures:
+        errors[re.sub(r"[0-9]+", "#", failure.message)] |= set(failure.names)
+    shown = {re.sub(r"[0-9]+", "#", f.message): f.message for f in reversed(case.failures)}
+    for shape, names in errors.items():
+        first = shown[shape]
+        yield case.finding(
+            RAISES,
+            f"The loader raises: {printable(first)}",
+            names=names,
+            blame=None if names else "undecidable",
+            found=printable(first),
+        )
+    if case.not_reached and case.plan.error is None:
+        names = set(case.not_reached)
+        yield case.finding(
+            SILENT, f"{len(names)} tensors are never asked for by the loader: {_listed(names)}.", names=names
+        )
+    case.take(case.not_reached)
+
+
+def _cure(case: Case, names: Iterable[str]) -> str:
+    elsewhere = case.loads_elsewhere(names)
+    return f"Use {elsewhere.id}, which loads them." if elsewhere else ""
+
+
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    lines = fold(names)
+    more = f" and {len(lines) - most} more kinds" if len(lines) > most else ""
+    return ", ".join(f"`{line}`" for line in lines[:most]) + more

@@ -1,0 +1,198 @@
+"""CK209, CK213, CK216: what trainers, wrappers and adapters leave in the names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.facts import ADAPTER, Facts
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import printable
+from ckaudit.renames import Inferred, Rename, infer_rename
+
+WRONG = Check("CK209", "wrong prefix or wrapper in the names", "error")
+REPEATED = Check("CK213", "repeated path segment", "warning")
+UNMERGED = Check("CK216", "unmerged adapter inside a full model", "error")
+CHECKS = (WRONG, REPEATED, UNMERGED)
+
+WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+    "_module",
+    "module",
+    "base_model",
+)
+"""Segments that torch.compile, FSDP, activation checkpointing, DeepSpeed, DDP and PEFT put into names; no model has them of its own
+at the root. Used only where no engine can be asked."""
+_WRAPPED = re.compile(r"(^|\.)(" + "|".join(WRAPPERS) + r")\.")
+
+
+def wrong_prefix(case: Case) -> Iterator[Finding]:
+    """Strays that one change of the path turns into the parameters that nobody wrote: one finding for each such change."""
+    for _ in range(4):
+        seen = {fate.into or name: name for name, fate in case.strays.items()}
+        unwritten = [p.name for p in case.plan.parameters if p.coverage == "none"]
+        found = infer_rename(seen, unwritten) if unwritten and seen else None
+        if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
+            return
+        if len(found.pairs) == 1 and len(seen) + len(case.gaps) > 4:
+            return
+        yield _renamed(case, found, seen)
+
+
+def _renamed(case: Case, found: Inferred, seen: dict[str, str]) -> Finding:
+    names = [seen[stray] for stray in found.pairs]
+    stray, right = next(iter(found.pairs.items()))
+    lacking = sum(p in case.gaps for p in set(found.pairs.values()))
+    pattern, replacement = found.rename.pattern
+    mend = found.rename.text
+    mend = f"{mend[0].upper()}{mend[1:]}: then all {len(names)} are found."
+    if case.plan.engine == "transformers":
+        mend += (
+            f' For one load: from_pretrained(…, key_mapping={{r"{printable(pattern)}": "{printable(replacement)}"}}).'
+        )
+    elsewhere = case.loads_elsewhere(names)
+    if elsewhere is not None:
+        mend = f"Use {elsewhere.id}, which loads them. Or: {mend}"
+    asked = "" if seen[stray] == stray else f" (looked up as `{printable(stray)}`)"
+    finding = case.finding(
+        WRONG,
+        f"{len(names)} tensors reach no parameter and {lacking} parameters get none, for one reason: "
+        f"`{printable(seen[stray])}`{asked} would have to be `{printable(right)}`.",
+        names=names, blame="engine" if elsewhere else "checkpoint", mend=mend, wanted=printable(right), found=printable(stray),
+    )  # fmt: skip
+    case.take(names, found.pairs.values())
+    return finding
+
+
+def wrapped(facts: Facts) -> Iterator[Finding]:
+    """A wrapper's segment at the root of every name, or anywhere inside: told from the files where no engine could be asked."""
+    names = list(facts.checkpoint.tensors)
+    if (
+        not names
+        or not facts.matching(_WRAPPED)
+        or facts.config.get("peft_type")
+        or "adapter_config.json" in facts.checkpoint.texts
+    ):
+        return
+    for wrapper in WRAPPERS:
+        root = f"{wrapper}."
+        rooted = all(n.startswith(root) for n in names)
+        inside = [n for n in names if f".{wrapper}." in f".{n}"] if wrapper.startswith("_") else []
+        if not rooted and not inside:
+            continue
+        rename = Rename("root", (wrapper,)) if rooted and len(inside) in (0, len(names)) else Rename("drop", (wrapper,))
+        if wrapper == "base_model" and all(n.startswith("base_model.model.") for n in names):
+            rename = Rename("root", ("base_model", "model"))
+        hit = [n for n in names if rename.apply(n) != n]
+        text = rename.text
+        yield on_files(
+            facts, WRONG, f"{len(hit)} of {len(names)} names hold `{wrapper}.`, which the training wrapper added and no model has.", hit,
+            mend=f"{text[0].upper()}{text[1:]}; save the unwrapped model next time.",
+            wanted=printable(rename.apply(hit[0])), found=printable(hit[0]),
+        )  # fmt: skip
+        return
+
+
+def repeated(facts: Facts) -> Iterator[Finding]:
+    """A run of segments that stands twice in a row (`model.model.`, `layers.0.layers.0.`): some loaders forgive it, others do not.
+
+    From the files alone only what no module tree would have is told: a run with a number in it, or one three times over.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in _repeating(facts):
+        run = repeat(name)
+        if run is not None and (run[1] > 2 or any(s.isdecimal() for s in run[0])):
+            groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(name)
+    for run_text, names in groups.items():
+        if len(names) > 1:
+            yield on_files(
+                facts, REPEATED, f"{len(names)} names repeat `{printable(run_text)}.` in a row.", names,
+                mend="Keep the first and take the others out, unless the model's own module tree is built so.",
+                wanted=printable(_once(names[0])), found=printable(names[0]),
+            )  # fmt: skip
+
+
+def _repeating(facts: Facts) -> list[str]:
+    """The names in whose shape some run of segments stands twice in a row: the only ones worth a closer look."""
+    return [n for text, names in facts.shapes.items() if repeat(text) is not None for n in names]
+
+
+def repeat(name: str) -> tuple[tuple[str, ...], int] | None:
+    """The first run of segments of `name` that follows itself, and how many times it stands there; None when there is none."""
+    segments = name.split(".")
+    if len(set(segments)) == len(segments) or len(segments) > 64:
+        return None
+    for start in range(len(segments)):
+        for length in range(1, (len(segments) - start) // 2 + 1):
+            run = segments[start : start + length]
+            times = 1
+            while segments[start + times * length : start + (times + 1) * length] == run:
+                times += 1
+            if times > 1 and not all(s.isdecimal() for s in run):
+                return tuple(run), times
+    return None
+
+
+def _once(name: str) -> str:
+    """`name` with its first repeated run standing once."""
+    found = repeat(name)
+    if found is None:
+        return name
+    run, times = (".".join(found[0]), found[1])
+    return name.replace(".".join([run] * times), run, 1)
+
+
+def accepted(case: Case) -> Iterator[Finding]:
+    """Names with a repeated run that this engine loads into parameters without it: the next loader may take them literally."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    candidates = set(_repeating(case.facts))
+    for fate in case.plan.names if candidates else ():
+        if fate.name in candidates and fate.fate == "loaded" and fate.into and (run := repeat(fate.name)) is not None:
+            text = ".".join(run[0])
+            if f"{text}.{text}." not in f"{fate.into}.":
+                groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(fate.name)
+    told = {n for f in case.on_files if f.check == REPEATED.id for n in f.names}
+    for text, names in groups.items():
+        if not told.issuperset(names):
+            yield case.finding(
+                REPEATED, f"{len(names)} names repeat `{printable(text)}.`; this engine forgives it, others take names literally.",
+                names=names, blame="checkpoint", mend=f"Save the names with one `{printable(text)}.`.",
+                wanted=printable(_once(names[0])), found=printable(names[0]),
+            )  # fmt: skip
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether these tensors are an adapter and nothing else."""
+    return all(ADAPTER.search(n) for n in names)
+
+
+def unmerged(facts: Facts) -> Iterator[Finding]:
+    """Adapter tensors beside full weights: the model was saved before its adapter was merged."""
+    tensors = facts.checkpoint.tensors
+    hit = facts.matching(ADAPTER)
+    if not hit or "adapter_config.json" in facts.checkpoint.texts or len(hit) == len(tensors):
+        return
+    kinds = sorted({m[2] for n in hit if (m := ADAPTER.search(n))})
+    yield on_files(
+        facts, UNMERGED, f"{len(hit)} tensors belong to an adapter that was never merged ({', '.join(map(printable, kinds))}).", hit,
+        mend="Merge before saving: model = model.merge_and_unload(); model.save_pretrained(…).",
+        wanted=printable(_without_adapter(hit[0])), found=printable(hit[0]),
+    )  # fmt: skip
+
+
+def unmerged_here(case: Case) -> Iterator[Finding]:
+    """Takes the losses that `unmerged` explains: the adapter's tensors, and the parameters whose weight it moved into `base_layer`."""
+    if any(f.check == UNMERGED.id for f in case.on_files):
+        names = [n for n in case.strays if ADAPTER.search(n)]
+        plain = {_without_adapter(case.strays[n].into or n) for n in names} | {_without_adapter(n) for n in names}
+        case.take(names, [g for g in case.gaps if g in plain])
+    return iter(())
+
+
+def _without_adapter(name: str) -> str:
+    return ".".join(s for s in name.split(".") if not ADAPTER.match(s) and s != "default")

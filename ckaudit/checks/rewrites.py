@@ -1,0 +1,159 @@
+"""CK201, CK202, CK208, CK217: names that an engine's own rules spoil, told step by step from the trace."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckaudit.checks.case import Case
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import printable
+from ckaudit.plan import NameFate, Step
+
+CASCADE = Check("CK201", "cascading substitution", "error")
+NEVER = Check("CK202", "rule that can never fire where it sits", "error")
+TWICE = Check("CK208", "rule applied to its own result", "error")
+INSIDE = Check("CK217", "rule that matches inside a word", "error")
+CHECKS = (CASCADE, NEVER, TWICE, INSIDE)
+
+
+def spoiled(case: Case) -> Iterator[Finding]:
+    """Strays that were right on the way: at one step the name was a parameter's, and a rule then changed it again.
+
+    The rule fired on what another rule had just written (CK201), on its own result (CK208, or CK201 for a name that came fused), or on a
+    part of a longer word (CK217). Without a parameter to compare with (a rule book that lists none) only a cascade into the middle of
+    a word is told.
+    """
+    groups: dict[tuple[str, str, str], list[tuple[NameFate, int]]] = defaultdict(list)
+    targets = {p.name for p in case.plan.parameters}
+    for fate in case.strays.values():
+        if (found := _spoiling(fate.chain, targets)) is not None:
+            check, step = found
+            groups[check.id, fate.chain[step].rule, fate.chain[step].key].append((fate, step))
+    for (check_id, *_), members in groups.items():
+        yield _told(case, next(c for c in CHECKS if c.id == check_id), members)
+
+
+def _spoiling(chain: tuple[Step, ...], targets: set[str]) -> tuple[Check, int] | None:
+    for i, step in enumerate(chain):
+        if step.after is None or step.after == step.before:
+            continue
+        before = chain[i - 1] if i and chain[i - 1].at == step.at and chain[i - 1].after == step.before else None
+        cascades = before is not None and _overlaps(before, step)
+        if _full(step.at, step.before) in targets:
+            if any((s.rule, s.key) == (step.rule, step.key) for s in chain[:i]):
+                return TWICE, i
+            return (CASCADE if cascades or _own_result(step) else INSIDE), i
+        if cascades and not targets and _inside_word(step):
+            return CASCADE, i
+    return None
+
+
+def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Finding:
+    names = [fate.name for fate, _ in members]
+    fate, i = members[0]
+    step = fate.chain[i]
+    first = next((j for j in range(i) if fate.chain[j].at == step.at), i)
+    texts = [fate.chain[first].before, *(s.after or "" for s in fate.chain[first : i + 1])]
+    way = " -> ".join(f"`{printable(t)}`" for t in texts)
+    where = f" in `{printable(step.at)}`" if step.at else ""
+    key = printable(step.key)
+    cause = {
+        CASCADE.id: f"the rule `{key}` fires on what `{printable(fate.chain[i - 1].key)}` wrote"
+        if i > first
+        else f"the rule `{key}` fires on a name that already has its result",
+        TWICE.id: f"the rule `{key}` is applied to its own result",
+        INSIDE.id: f"the rule `{key}` matches inside a longer name",
+    }[check.id]
+    shards = {s.shard for f, j in members for s in f.chain[:j] if s.shard} - {step.shard}
+    lost = f"; the shard id {' and '.join(sorted(shards))} becomes {step.shard}" if shards and step.shard else ""
+    right = {_full(f.chain[j].at, f.chain[j].before) for f, j in members}
+    elsewhere = case.loads_elsewhere(names)
+    mend = f"Use {elsewhere.id}, which loads them; or l" if elsewhere else "L"
+    mend += f"et the engine's rule match whole path segments (`.{key.strip('.')}.`) and stop at the first that fires."
+    finding = case.finding(
+        check, f"{way}{where}: {cause}{lost}.", names=names, blame="engine", mend=mend,
+        wanted=printable(step.before), found=printable(step.after or ""),
+    )  # fmt: skip
+    case.take(names, right)
+    return finding
+
+
+def _full(at: str, local: str) -> str:
+    return f"{at}.{local}" if at else local
+
+
+def _span(step: Step) -> tuple[int, int]:
+    """Where in the text before it the rule matched."""
+    if step.rule == "regex":
+        try:
+            match = re.search(step.key, step.before)
+        except re.error:
+            match = None
+        return match.span() if match else (0, 0)
+    start = step.before.rfind(step.key) if step.rule == "suffix" else step.before.find(step.key)
+    return (start, start + len(step.key)) if start >= 0 else (0, 0)
+
+
+def _written(step: Step) -> tuple[int, int]:
+    """What part of the text after it the rule wrote."""
+    before, after = step.before, step.after or ""
+    shortest = min(len(before), len(after))
+    start = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+    tail = next((i for i in range(shortest - start) if before[-1 - i] != after[-1 - i]), shortest - start)
+    return start, len(after) - tail
+
+
+def _overlaps(first: Step, second: Step) -> bool:
+    """Whether `second` matched text that `first` had written."""
+    (a, b), (start, stop) = _written(first), _span(second)
+    return start < b and a < stop
+
+
+def _inside_word(step: Step) -> bool:
+    """Whether the match begins or ends in the middle of an identifier."""
+    start, stop = _span(step)
+    return bool(re.search(r"\w\Z", step.before[:start]) and step.before[start : start + 1] != ".") or bool(
+        re.match(r"\w", step.before[stop:]) and step.before[stop - 1 : stop] != "."
+    )
+
+
+def _own_result(step: Step) -> bool:
+    """Whether the rule fired on a name that already read as the rule would write it (`up_proj` in `gate_up_proj`)."""
+    start, stop = _span(step)
+    after = step.after or ""
+    written = after[start : len(after) - (len(step.before) - stop)]
+    return written != step.key and step.key in written and written in step.before
+
+
+def never_fires(case: Case) -> Iterator[Finding]:
+    """A rule whose key begins with a dot, on a submodule whose loader sees names without their parent path.
+
+    There the segment the rule is for comes first and has no dot before it, so the rule has no hit although names of its kind arrive.
+    """
+    idle = [r for r in case.plan.rules if r.hits == 0 and r.at and r.key.startswith(".") and len(r.key) > 1]
+    by_at: dict[str, list[str]] = defaultdict(list)
+    for rule in idle:
+        by_at[rule.at].append(rule.key)
+    groups: dict[tuple[str, ...], tuple[set[str], set[str], str]] = {}
+    for at, keys in by_at.items():
+        local = {n: (f.into or n).rpartition(f"{at}.")[2] for n, f in case.strays.items() if f"{at}." in (f.into or n)}
+        hit = {key: {n for n, rest in local.items() if f".{rest}".startswith(key)} for key in keys}
+        used = tuple(sorted(key for key in keys if hit[key]))
+        if used:
+            names, gaps, _ = groups.setdefault(used, (set(), set(), at))
+            names |= set().union(*(hit[key] for key in used))
+            gaps |= {g for g in case.gaps if g.startswith(f"{at}.")}
+    for keys_used, (names, gaps, at) in groups.items():
+        shown = ", ".join(f"`{printable(k)}`" for k in keys_used)
+        elsewhere = case.loads_elsewhere(names)
+        mend = f"Use {elsewhere.id}, which loads them; or p" if elsewhere else "P"
+        yield case.finding(
+            NEVER,
+            f"The rules {shown} sit on `{printable(at)}`, whose loader sees names without that path: nothing there begins with a dot, "
+            "so they never fire.",
+            names=names, blame="engine", mend=mend + "ut the rules on the model, where names are whole.",
+            wanted=f"{keys_used[0]} in a whole name", found=f"{keys_used[0][1:]} at the beginning of a stripped one",
+        )  # fmt: skip
+        case.take(names, gaps)

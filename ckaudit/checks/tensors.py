@@ -1,0 +1,191 @@
+"""CK301, CK302, CK303, CK306: shapes, dtypes, and what of a tensor is used."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from ckaudit.checks.case import Case, by_stack, on_files
+from ckaudit.checks.config import CONTRADICTION
+from ckaudit.checks.facts import Facts
+from ckaudit.findings import Check, Finding
+from ckaudit.header import DTYPE_BITS
+from ckaudit.naming import fold, printable
+from ckaudit.plan import Mismatch
+
+SHAPE = Check("CK301", "shape that does not fit its parameter", "error")
+DTYPE = Check("CK302", "dtype that does not fit", "error")
+IN_PART = Check("CK303", "tensor used only in part", "error")
+UNDECIDABLE = Check("CK306", "layout that headers cannot tell", "warning")
+CHECKS = (SHAPE, DTYPE, IN_PART, UNDECIDABLE)
+
+
+def shapes(case: Case) -> Iterator[Finding]:
+    """Tensors whose shape is not their parameter's. When one number of the config accounts for it, that number is the finding."""
+    groups: dict[tuple[tuple[int, int], ...] | tuple[str, str], list[Mismatch]] = defaultdict(list)
+    for mismatch in case.plan.mismatches:
+        if mismatch.kind == "shape":
+            groups[_difference(mismatch) or (mismatch.wanted, mismatch.found)].append(mismatch)
+    for difference, members in groups.items():
+        names = [n for m in members for n in m.names]
+        parameters = [m.parameter for m in members]
+        key = _key(case.facts, difference)
+        first = members[0]
+        lines = ", ".join(f"`{line}`" for line in fold(names or parameters)[:3])
+        if key is not None and isinstance(difference[0], tuple):
+            wanted, found = difference[0]
+            yield case.finding(
+                CONTRADICTION, f"The config says {key}: {wanted}, and {len(members)} tensors have {found} there: {lines}.", names=names,
+                parameters=parameters, blame="config" if len(members) > 1 else "undecidable",
+                mend=f"Set {key} to {found} if the tensors are right.", wanted=str(wanted), found=str(found),
+            )  # fmt: skip
+        else:
+            yield case.finding(
+                SHAPE, f"{len(members)} tensors do not fit their parameters, {first.wanted} wanted and {first.found} stored: {lines}.",
+                names=names, parameters=parameters, wanted=first.wanted, found=first.found,
+            )  # fmt: skip
+        case.take(names, parameters)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"[0-9]+", text)]
+
+
+def _difference(mismatch: Mismatch) -> tuple[tuple[int, int], ...] | None:
+    """The (wanted, found) pairs of the sizes that differ; None when the shapes have different ranks."""
+    wanted, found = _numbers(mismatch.wanted), _numbers(mismatch.found)
+    if len(wanted) != len(found):
+        return None
+    return tuple(sorted({(w, f) for w, f in zip(wanted, found, strict=True) if w != f})) or None
+
+
+def _key(facts: Facts, difference: tuple[object, ...]) -> str | None:
+    """The one config entry that holds the wanted size where all that differs is one size."""
+    if len(difference) != 1 or not isinstance(difference[0], tuple):
+        return None
+    wanted = difference[0][0]
+    keys = [k for k, v in facts.declared if v == wanted and not k.endswith("_id") and wanted > 3]
+    named = [k for k in keys if re.search(r"(vocab|size|dim|num|n_|hidden|heads|experts)", k)]
+    return named[0] if named and len({k.rpartition(".")[2] for k in named}) == 1 else None
+
+
+def casts(case: Case) -> Iterator[Finding]:
+    """Casts between kinds of number (int8 into bf16): the loader converts the stored integers, not what they stand for."""
+    members = [m for m in case.plan.mismatches if m.kind == "dtype"]
+    groups: dict[tuple[str, str], list[Mismatch]] = defaultdict(list)
+    for mismatch in members:
+        groups[mismatch.wanted, mismatch.found].append(mismatch)
+    for (wanted, found), group in groups.items():
+        names = [n for m in group for n in m.names]
+        yield case.finding(
+            DTYPE, f"{len(names)} tensors are stored as {found} and loaded as {wanted}: their values are cast, not dequantised.",
+            names=names, mend="Declare the quantisation in config.json, or store a floating dtype.", wanted=wanted, found=found,
+        )  # fmt: skip
+        case.take(names, [m.parameter for m in group])
+
+
+def read_in_part(case: Case) -> Iterator[Finding]:
+    """Tensors of which a part reaches no parameter although the loader is content: wider or longer than the model is built."""
+    told = {n for m in case.plan.mismatches for n in m.names} | {n for f in case.on_files for n in f.names}
+    part = {
+        n.name: n.read for n in case.plan.names
+        if n.fate == "loaded" and n.read is not None and n.read < 1 and n.by_design is None and n.name not in told
+    }  # fmt: skip
+    for stack, names in by_stack(part).items():
+        share = part[names[0]] or 0
+        yield case.finding(
+            IN_PART, f"Only {share:.0%} of {len(names)} tensors under `{printable(stack)}` is used; the rest is dropped.", names=names,
+            blame="config", mend="Compare the sizes in the config with these tensors.", wanted="all elements", found=f"{share:.0%}",
+        )  # fmt: skip
+
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def saved_dtype(facts: Facts) -> Iterator[Finding]:
+    """Most bytes are stored in a wider float than the config declares: twice the download, for no gain."""
+    declared = facts.config.get("dtype") or facts.config.get("torch_dtype")
+    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    wanted = names.get(str(declared).removeprefix("torch."))
+    sizes: Counter[str] = Counter()
+    for tensor in facts.checkpoint.tensors.values():
+        if tensor.dtype in FLOATS:
+            sizes[tensor.dtype] += tensor.nbytes or 0
+    if wanted is None or not sizes:
+        return
+    found, size = sizes.most_common(1)[0]
+    ratio = DTYPE_BITS[found] / DTYPE_BITS[wanted]
+    if ratio > 1 and 2 * size > sum(sizes.values()):
+        wide = [t.name for t in facts.checkpoint.tensors.values() if t.dtype == found]
+        yield on_files(
+            facts, DTYPE, f"{len(wide)} tensors are stored as {found}, the config says {declared}: {ratio:g} times its size.", wide,
+            severity="warning", mend=f"Save in {declared}, or declare {found}.", wanted=wanted, found=found,
+        )  # fmt: skip
+
+
+def square_experts(facts: Facts) -> Iterator[Finding]:
+    """Fused experts whose matrices are square: a transposed set has the same shape, so no header can tell which way they lie."""
+    fused = facts.matching(re.compile(r"experts\.(gate_up_proj|down_proj|w13|w2)(\.weight|_weight)?$"))
+    square = [
+        t.name for t in map(facts.checkpoint.tensors.__getitem__, fused)
+        if t.shape is not None and len(t.shape) == 3 and t.shape[1] == t.shape[2] and t.shape[1] > 1
+    ]  # fmt: skip
+    if square:
+        shape = facts.checkpoint.tensors[square[0]].shape
+        yield on_files(
+            facts, UNDECIDABLE, f"{len(square)} fused expert tensors are square: whether they are transposed cannot be told from headers.",
+            square, blame="undecidable", mend="Run `ckaudit load` to see whether the model's output is sound.",
+            found=str(list(shape or ())),
+        )  # fmt: skip
+
+
+def fused_rows(facts: Facts) -> Iterator[Finding]:
+    """Fused query, key and value rows in an order that only the config hints at; block scales betray rows interleaved by rank."""
+    block = _block(facts)
+    hinted = "attention_projection_layout" in facts.config
+    plain, interleaved = [], []
+    for tensor in facts.checkpoint.tensors.values():
+        if (
+            not tensor.name.endswith(("qkv_proj.weight", "query_key_value.weight"))
+            or tensor.shape is None
+            or len(tensor.shape) != 2
+        ):
+            continue
+        scale = facts.checkpoint.tensors.get(f"{tensor.name}_scale_inv")
+        if block and scale is not None and scale.shape is not None and len(scale.shape) == 2:
+            if scale.shape[0] != -(-tensor.shape[0] // block):
+                interleaved.append(tensor.name)
+        elif hinted:
+            plain.append(tensor.name)
+    if interleaved:
+        yield on_files(
+            facts, UNDECIDABLE,
+            f"{len(interleaved)} fused projections have more rows of block scales than blocks: their rows are interleaved "
+            "for tensor-parallel ranks. A loader that takes them for plain [Q; K; V] gives garbage.",
+            interleaved, blame="undecidable", mend="Use a loader that knows this layout, or re-export with plain rows.",
+        )  # fmt: skip
+    if plain:
+        yield on_files(
+            facts, UNDECIDABLE, f"{len(plain)} fused projections may hold plain or interleaved rows: both have this name and shape.", plain,
+            blame="undecidable", mend="Compare the output of one prompt with the source model's.",
+        )  # fmt: skip
+
+
+def _block(facts: Facts) -> int | None:
+    quantisation = facts.config.get("quantization_config")
+    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
+    return block[0] if isinstance(block, list) and block and isinstance(block[0], int) and block[0] > 0 else None
+
+
+def unchecked(case: Case) -> Iterator[Finding]:
+    """Shapes that differ and that the loader does not compare, as its quantisation method is at work."""
+    for note in case.plan.notes:
+        if note.kind == "shape-unchecked":
+            yield case.finding(
+                SHAPE,
+                f"{note.text[:1].upper()}{note.text[1:]}.",
+                names=note.names,
+                severity="warning",
+                blame="checkpoint",
+            )
