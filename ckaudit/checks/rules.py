@@ -1,0 +1,259 @@
+"""CK7xx: what is wrong with a rule book's own rules, by themselves and over a list of names (`ckaudit rules lint`).
+
+Only mappers are judged: in a hand-written loop the first row that lands wins, so its rows cannot meet each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckaudit.checks.mappers import Place, inside, places, probe, way
+from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.mapper import Mapped, Rule, matches, rewrite, shard_text
+from ckaudit.naming import printable
+from ckaudit.plan import Step
+from ckaudit.rulebook import template
+from ckaudit.rulebook.book import Book, Section
+
+CASCADES = Check("CK701", "rule that fires on another rule's output", "error")
+SHADOWED = Check("CK702", "rule that an earlier rule shadows", "warning")
+UNUSED = Check("CK703", "rule that fires on no name", "note")
+COLLIDES = Check("CK704", "two names mapped to one place", "error")
+REPEATS = Check("CK705", "mapping that changes its own result", "warning")
+DEAD = Check("CK706", "dotted key where names have no parent path", "error")
+UNBOUNDED = Check("CK707", "key that does not end at a dot", "note")
+CHECKS = (CASCADES, SHADOWED, UNUSED, COLLIDES, REPEATS, DEAD, UNBOUNDED)
+
+
+def lint(book: Book, names: Sequence[str] = ()) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """Every finding about the rules of `book`, and the checks that need names when none are given.
+
+    `names` are full tensor names; a loader on a submodule is given those that reach it, with its path stripped.
+    """
+    findings: list[Finding] = []
+    for place in places(book, names):
+        rewritten = {name: place.mapper.map(name) for name in place.seen}
+        for check in (_cascades, _shadowed, _unbounded):
+            findings += check(place, rewritten)
+        findings += _dead(book, place)
+        findings += _repeats(place, rewritten)
+        if place.seen:
+            findings += _unused(place, rewritten)
+    for section in book.sections if names else ():
+        findings += _collisions(book, section, names)
+    skips = () if names else tuple(Skip(c.id, "no names were given") for c in (UNUSED, COLLIDES))
+    return tuple(findings), skips
+
+
+# ----- the checks -----
+
+
+def _cascades(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
+    """A rule whose key stands in what an earlier rule writes: between stacked rules, within one kind, or inside a word."""
+    for i, later in enumerate(place.mapper.rules):
+        for earlier in place.mapper.rules[:i]:
+            text = earlier.to
+            if text is None or earlier.kind in ("regex", "renaming") or later.kind in ("regex", "renaming"):
+                continue
+            if not _meets(earlier, later, text):
+                continue
+            midword = _inside_word(later.key, text)
+            if earlier.kind != later.kind and not midword:
+                continue  # rename first, then stack: meant
+            hits = [n for n, m in rewritten.items() if _consecutive(m.steps, earlier, later)]
+            severity: Severity = "error" if midword or later.kind == "stacked" else "warning"
+            shown = hits[0] if hits else probe(earlier)
+            yield _finding(
+                CASCADES, place, severity, [place.seen[n] for n in hits],
+                f"{_quote(later)} fires on what {_quote(earlier)} writes: {_chain(place.mapper.map(shown).steps)}",
+                "Let keys match whole path segments (a dot at both ends), or order the rules so that no output holds a later key.",
+            )  # fmt: skip
+
+
+def _meets(earlier: Rule, later: Rule, text: str) -> bool:
+    if later.kind == "prefix":
+        return earlier.kind == "prefix" and text.startswith(later.key) and bool(later.key)
+    if later.kind == "suffix":
+        return earlier.kind == "suffix" and text.endswith(later.key)
+    return bool(later.key) and later.key in text
+
+
+def _consecutive(steps: tuple[Step, ...], earlier: Rule, later: Rule) -> bool:
+    fired = [(s.rule, s.key) for s in steps]
+    first, second = (earlier.kind, earlier.key), (later.kind, later.key)
+    return first in fired and second in fired[fired.index(first) :]
+
+
+def _inside_word(key: str, text: str) -> bool:
+    """Whether the first `key` in `text` begins or ends in the middle of a word."""
+    start = text.find(key)
+    if start < 0 or not key:
+        return False
+    before, after = text[start - 1 : start] if start else "", text[start + len(key) : start + len(key) + 1]
+    return bool((_word(before) and _word(key[0])) or (_word(after) and _word(key[-1])))
+
+
+def _word(char: str) -> bool:
+    return char.isalnum() or char == "_"
+
+
+def _shadowed(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
+    """A rule that does not fire even on a name made of its own key, because an earlier one takes or drops it."""
+    del rewritten
+    for later in place.mapper.rules:
+        if later.kind in ("regex", "renaming") or not later.key:
+            continue
+        steps = place.mapper.map(probe(later)).steps
+        if any((s.rule, s.key) == (later.kind, later.key) for s in steps) or not steps:
+            continue
+        text = (
+            f"{_quote(later)} cannot fire: `{printable(steps[0].key)}` comes first and takes its names: {_chain(steps)}"
+        )
+        yield _finding(SHADOWED, place, "warning", [], text, "Put the more particular rule first, or delete it.")
+
+
+def _unused(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
+    """The rules that none of the names reach, as one finding; only where the mapper is given any."""
+    fired = {(s.rule, s.key) for m in rewritten.values() for s in m.steps}
+    idle = [item for item in place.mapper.rules if (item.kind, item.key) not in fired]
+    if idle:
+        keys = ", ".join(f"{item.kind} `{printable(item.key)}`" for item in idle)
+        text = f"{len(idle)} of {len(place.mapper.rules)} rules fire on none of the {len(rewritten)} names that reach them: {keys}"
+        yield _finding(
+            UNUSED, place, "note", [], text, "Delete them, or mend their keys, if these names are all there are."
+        )
+
+
+def _repeats(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
+    """A rule that fires on its own result: names that are already mapped, or mapped twice, are spoilt."""
+    for item in place.mapper.rules:
+        if item.to is None or item.kind in ("regex", "renaming"):
+            continue
+        once = rewrite(item, probe(item))
+        if once == probe(item) or not matches(item, once) or rewrite(item, once) == once:
+            continue
+        hits = [n for n, m in rewritten.items() if any((s.rule, s.key) == (item.kind, item.key) for s in m.steps)]
+        already = [n for n in hits if item.to in n]
+        text = f"{_quote(item)} changes its own result: `{printable(once)}` -> `{printable(rewrite(item, once))}`"
+        severity: Severity = "warning" if already else "note"
+        mend = "Make the key end where its own result goes on, such as with a dot."
+        yield _finding(REPEATS, place, severity, [place.seen[n] for n in already], text, mend)
+
+
+def _dead(book: Book, place: Place) -> Iterator[Finding]:
+    """A key that begins with a dot, in a module whose parameters could only match without it."""
+    if not place.at:
+        return
+    below = [inner[1] for text in _targets(book) if (inner := inside(place.at, "", text)) is not None]
+    for item in place.mapper.rules:
+        if (
+            item.kind not in ("substring", "stacked")
+            or not item.key.startswith(".")
+            or not (item.to or "").startswith(".")
+        ):
+            continue
+        bare = (item.to or "")[1:]
+        if any(text.startswith(bare) for text in below) and not any(f".{bare}" in text for text in below):
+            names = [full for inner, full in place.seen.items() if inner.startswith(item.key[1:])]
+            example = f"{item.key[1:]}.weight"
+            text = f"{_quote(item)} can never fire: names there have no parent path (`{printable(example)}`), nothing stands before the dot"
+            mend = (
+                f"Put the rule on the model, where names are whole, or match `{printable(item.key[1:])}.` as a prefix."
+            )
+            yield _finding(DEAD, place, "error", names, text, mend)
+
+
+def _targets(book: Book) -> Iterator[str]:
+    """Parameter names of the book with one index for each set: enough to see what stands where."""
+    indices = {name: [0] for name in book.sets}
+    for row in book.parameters:
+        for text in row.names:
+            yield from template.expand(text, indices)
+
+
+def _unbounded(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
+    """A key that can match in the middle of a word: a note by itself, a warning where a name shows it."""
+    for item in place.mapper.rules:
+        if not _open_ended(item):
+            continue
+        hits = [n for n, m in rewritten.items() if any(_step_inside(s, item) for s in m.steps)]
+        text = f"{_quote(item)} can match in the middle of a word"
+        if hits:
+            step = next(s for s in rewritten[hits[0]].steps if _step_inside(s, item))
+            text = f"{_quote(item)} matches in the middle of a word: `{printable(step.before)}` -> `{printable(step.after or 'dropped')}`"
+        severity: Severity = "warning" if hits else "note"
+        mend = "Write the key from dot to dot (a prefix ends in a dot, a suffix begins with one)."
+        yield _finding(UNBOUNDED, place, severity, [place.seen[n] for n in hits], text, mend)
+
+
+def _open_ended(item: Rule) -> bool:
+    if not item.key:
+        return False  # an empty prefix puts something before every name, as meant
+    if item.kind == "prefix":
+        return _word(item.key[-1])
+    if item.kind == "suffix":
+        return _word(item.key[0])
+    return item.kind in ("substring", "stacked") and _word(item.key[0])
+
+
+def _step_inside(step: Step, item: Rule) -> bool:
+    if (step.rule, step.key) != (item.kind, item.key):
+        return False
+    if item.kind == "prefix":
+        return _word(step.before[len(item.key) : len(item.key) + 1])
+    if item.kind == "suffix":
+        return _word(step.before[: -len(item.key)][-1:])
+    start = step.before.find(item.key)
+    return _word(step.before[start - 1 : start]) if start else False
+
+
+def _collisions(book: Book, section: Section, names: Sequence[str]) -> Iterator[Finding]:
+    """Names that the whole way through the loaders brings to one parameter and one shard."""
+    ends: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for name in names:
+        passed = list(way(book, section, name))
+        if not passed or (mapped := passed[-1][2]) is None or mapped.name is None:
+            continue  # dropped, or left to a loop that decides by the parameters it has
+        ends[f"{book.loaders[passed[-1][0]].at}|{mapped.name}", shard_text(passed[-1][3])].append(name)
+    for (end, shard), members in ends.items():
+        if len(members) > 1:
+            at, _, name = end.partition("|")
+            place = f"{printable(at)}.{printable(name)}" if at else printable(name)
+            text = (
+                f"{len(members)} names end at `{place}`"
+                + (f", shard {shard}" if shard else "")
+                + f" ({section.releases})"
+            )
+            yield _made(
+                COLLIDES,
+                "error",
+                members,
+                text,
+                "Let one rule tell them apart; the engine keeps whichever it loads last.",
+            )
+
+
+# ----- telling -----
+
+
+def _quote(item: Rule) -> str:
+    to = "dropped" if item.to is None else f"`{printable(item.to)}`"
+    return f"{item.kind} rule `{printable(item.key)}` -> {to}"
+
+
+def _chain(steps: tuple[Step, ...]) -> str:
+    texts = [steps[0].before, *("dropped" if s.after is None else s.after for s in steps)] if steps else []
+    return " -> ".join(f"`{printable(t)}`" for t in texts)
+
+
+def _finding(check: Check, place: Place, severity: Severity, names: Iterable[str], text: str, mend: str) -> Finding:
+    return _made(check, severity, names, f"{text}, {place.where}", mend)
+
+
+def _made(check: Check, severity: Severity, names: Iterable[str], text: str, mend: str) -> Finding:
+    listed = tuple(dict.fromkeys(names))
+    return Finding(
+        check=check.id, title=check.title, severity=severity, blame="engine", names=listed, count=max(1, len(listed)),
+        message=f"{text}.", mend=mend,
+    )  # fmt: skip
