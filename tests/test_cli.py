@@ -1,0 +1,277 @@
+"""The real program as a subprocess: exit codes, and what goes to stdout and to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from ckaudit.report import schema_v1
+
+ROOT = Path(__file__).parent.parent
+FIXTURES = ROOT / "fixtures"
+RULES = """
+[book]
+"""
+
+
+def ckaudit(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the program with a scrubbed environment, 100 columns wide, off line."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HF_", "CKAUDIT_", "COLUMNS", "NO_COLOR", "FORCE_COLOR"))
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "ckaudit", *args], env=kept | {"COLUMNS": "100", "HF_HUB_OFFLINE": "1"} | env, cwd=cwd or ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def good() -> str:
+    return str(FIXTURES / "llama-good")
+
+
+class TestUsage:
+    @pytest.mark.parametrize("command", [[], ["names"], ["explain"], ["checks"]])
+    def test_help(self, command: list[str]) -> None:
+        done = ckaudit(*command, "--help")
+        assert done.returncode == 0
+        assert done.stdout.startswith("Usage: ckaudit")
+        assert done.stderr == ""
+
+    def test_version(self) -> None:
+        done = ckaudit("--version")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.fullmatch(r"ckaudit \d+\.\d+\.\d+\S*\n", done.stdout)
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["nonsense"],
+            ["names"],
+            ["names", "x", "--no-such-option"],
+            ["names", "x", "--jobs", "0"],
+            ["names", "x", "--fail-on", "sometimes"],
+            ["names", "x", "--budget", "soon"],
+        ],
+    )
+    def test_usage_errors(self, args: list[str]) -> None:
+        done = ckaudit(*args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["names", "/no/such/folder"],
+            ["names", "fixtures/llama-good", "--engine", "vlm==1"],
+            ["names", "fixtures/llama-good", "--ignore", "CK205"],
+            ["names", "fixtures/llama-good", "--baseline", "/no/such/file"],
+            ["names", "fixtures/llama-good", "--config", "/no/such/file"],
+            ["names", "fixtures/llama-good", "--json", "/no/such/folder/x.json"],
+            ["names", "fixtures/llama-good", "--json", "/"],
+            ["names", "fixtures/llama-good", "--engine", "rules:/no/such/book.toml"],
+            ["checks", "CK999"],
+        ],
+    )
+    def test_circumstances_are_one_line_and_exit_2(self, args: list[str]) -> None:
+        done = ckaudit(*args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"ckaudit: .+\n", done.stderr), done.stderr
+
+    def test_debug_shows_the_traceback(self) -> None:
+        done = ckaudit("names", "/no/such/folder", "--debug")
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr
+
+
+class TestHelpIsLight:
+    @pytest.mark.parametrize("args", [["--help"], ["names", "--help"]])
+    def test_no_heavy_import(self, args: list[str]) -> None:
+        code = (
+            "import sys, ckaudit.cli\n"
+            f"sys.argv = ['ckaudit', *{args!r}]\n"
+            "try: ckaudit.cli.main()\n"
+            "except SystemExit: pass\n"
+            "assert not {'torch', 'transformers', 'huggingface_hub', 'rich'} & sys.modules.keys()"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+class TestGuard:
+    """What a command may end in, told by commands that do nothing else."""
+
+    @staticmethod
+    def run(body: str, *args: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys, typer\n"
+            "from ckaudit import cli\n"
+            "from ckaudit.cli.guard import guarded\n"
+            "from ckaudit.errors import SourceError\n"
+            "def boom(debug: bool = False) -> None:\n"
+            f"    {body}\n"
+            "cli.app.command()(guarded(boom))\n"
+            f"sys.argv = ['ckaudit', 'boom', *{args!r}]\n"
+            "cli.main()\n"
+        )
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    def test_a_crash_is_not_a_finding(self) -> None:
+        done = self.run("{}['x']")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "ckaudit: crashed: KeyError: 'x'; run with --debug to see where\n"
+
+    def test_a_crash_with_debug(self) -> None:
+        done = self.run("{}['x']", "--debug")
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr
+
+    def test_an_error_says_what_to_do(self) -> None:
+        done = self.run("raise SourceError('No such repo.', 'Check the name.')")
+        assert (done.returncode, done.stderr) == (2, "ckaudit: No such repo. Check the name.\n")
+
+    def test_an_error_that_quotes_a_hostile_name(self) -> None:
+        done = self.run(r"raise SourceError('bad \x1b[2J name\nckaudit: all is well')")
+        assert done.stderr == "ckaudit: bad \\x1b[2J name ckaudit: all is well\n"
+
+    def test_ctrl_c(self) -> None:
+        done = self.run("raise KeyboardInterrupt")
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "ckaudit: interrupted\n")
+
+    def test_sigterm_runs_what_is_due_at_exit(self) -> None:
+        done = self.run(
+            "import os, signal, atexit; atexit.register(print, 'closed'); os.kill(os.getpid(), signal.SIGTERM)"
+        )
+        assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
+
+
+class TestNames:
+    """On rule books, which need no torch: the engine of the tests that are about the command line."""
+
+    def test_stdout_is_the_report_and_stderr_is_silent(self, book: str) -> None:
+        done = ckaudit("names", good(), "--engine", book)
+        assert done.returncode == 0, done.stderr
+        assert "✓ loads" in done.stdout
+        assert done.stderr == ""
+        assert "\x1b" not in done.stdout
+
+    def test_json_to_stdout_is_json_alone(self, book: str) -> None:
+        done = ckaudit("names", good(), "--engine", book, "--json", "-")
+        made = json.loads(done.stdout)
+        jsonschema.Draft202012Validator(json.loads(schema_v1.SCHEMA.read_text())).validate(made)
+        assert (done.returncode, made["exit_code"], done.stderr) == (0, 0, "")
+
+    def test_json_to_a_file_beside_the_text(self, book: str, tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        done = ckaudit("names", good(), "--engine", book, "--json", str(file), "--names")
+        assert "✓ loads" in done.stdout
+        assert len(json.loads(file.read_text())["engines"][0]["names"]) == 21
+        assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+    def test_an_audit_that_fails_leaves_an_old_report_alone(self, tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        file.write_text("old")
+        assert ckaudit("names", "/no/such/folder", "--json", str(file)).returncode == 2
+        assert file.read_text() == "old"
+
+    def test_two_runs_give_the_same_bytes(self, book: str) -> None:
+        first, second = (ckaudit("names", good(), "--engine", book, "--json", "-", "--names").stdout for _ in range(2))
+        assert first == second
+
+    def test_quiet(self, book: str) -> None:
+        done = ckaudit("names", good(), "--engine", book, "--quiet")
+        assert len(done.stdout.strip().splitlines()) == 3  # verdict, blank, summary
+
+    def test_fail_on(self, book: str) -> None:
+        target = str(FIXTURES / "llama-extra-bias")
+        codes = {f: ckaudit("names", target, "--engine", book, "--fail-on", f).returncode for f in ("note", "never")}
+        assert codes == {"note": 1, "never": 0}
+
+    def test_a_reader_that_goes_away_is_no_error(self, book: str) -> None:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "ckaudit", "names", good(), "--engine", book, "--json", "-", "--names"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == ""
+        assert run.wait(60) == 0
+
+    def test_colours_on_a_terminal_unless_no_color(self, book: str) -> None:
+        assert "\x1b[1;32m✓ loads" in _on_a_terminal("names", good(), "--engine", book)
+        assert "\x1b[" not in _on_a_terminal("names", good(), "--engine", book, "--quiet", NO_COLOR="1").replace(
+            "\x1b[?25", ""
+        )
+
+    def test_an_output_that_is_not_unicode(self, book: str) -> None:
+        done = ckaudit("names", good(), "--engine", book, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        assert done.returncode == 0
+        assert "loads" in done.stdout
+
+    def test_neither_torch_nor_transformers_is_imported(self, book: str) -> None:
+        code = (
+            "import sys, ckaudit.cli\n"
+            f"sys.argv = ['ckaudit', 'names', {good()!r}, '--engine', {book!r}]\n"
+            "try: ckaudit.cli.main()\n"
+            "except SystemExit as done: assert done.code == 0\n"
+            "assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+class TestExplain:
+    def test_one_tensor(self, book: str) -> None:
+        done = ckaudit("explain", good(), "model.norm.weight", "--engine", book)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("model.norm.weight\n")
+        assert re.search(r"fate +loaded", done.stdout)
+
+    def test_a_name_that_is_not_there(self, book: str) -> None:
+        done = ckaudit("explain", good(), "model.norn.weight", "--engine", book)
+        assert done.returncode == 2
+        assert "Did you mean 'model.norm.weight'?" in done.stderr
+
+
+class TestChecks:
+    def test_the_catalogue(self) -> None:
+        done = ckaudit("checks")
+        assert done.returncode == 0
+        assert re.search(r"CK201 +error +cascading substitution", done.stdout)
+
+    def test_a_page(self) -> None:
+        done = ckaudit("checks", "ck201")
+        assert done.returncode == 0
+        assert "CK201" in done.stdout
+
+
+def _on_a_terminal(*args: str, **env: str) -> str:
+    """What the program writes to a terminal of 100 columns."""
+    read, write = pty.openpty()
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "ckaudit", *args], stdout=write, stderr=subprocess.PIPE,
+        env=kept | {"TERM": "xterm", "COLUMNS": "100"} | env, cwd=ROOT,
+    )  # fmt: skip
+    os.close(write)
+    out = b""
+    while True:
+        try:
+            chunk = os.read(read, 65536)
+        except OSError:  # the other end was closed
+            break
+        if not chunk:
+            break
+        out += chunk
+    run.communicate(timeout=60)
+    os.close(read)
+    return out.decode()
