@@ -1,1 +1,6 @@
 """Load a checkpoint for real: on a device, every value looked at, one forward pass."""
+
+from ckaudit.materialize.host import load
+from ckaudit.materialize.job import LoadOptions, LoadResult
+
+__all__ = ["LoadOptions", "LoadResult", "load"]

@@ -1,8 +1,9 @@
 """The loader's own `from_pretrained`, given tensors that are already where they belong.
 
 Only the reading of files is replaced: transformers opens each shard and slices each tensor as always, and gets a tensor on its device
-instead of a copy made on the way. Its rules, checks and conversions run unchanged. Facts: transformers 5.17.0 and 5.24.0, `modeling_utils.py`
-(`_load_pretrained_model`, `caching_allocator_warmup`) and `core_model_loading.py` (`convert_and_load_state_dict_in_model`).
+instead of a copy made on the way. Its rules, checks and conversions run unchanged. Facts: transformers 5.17.0 and 5.24.0,
+`modeling_utils.py` (`_load_pretrained_model`, `caching_allocator_warmup`) and `core_model_loading.py`
+(`convert_and_load_state_dict_in_model`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from ckaudit.checks.values import Observed, candidates
+from ckaudit.checks.values import Observed, TensorStats, candidates
 from ckaudit.errors import CkauditError
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.classes import first_value, sub_configs
@@ -110,7 +110,7 @@ def _spread(job: LoadJob, cls: Any, config: Any, watch: Watch) -> Loaded:
     with watch.stage("load"):
         model, info = cls.from_pretrained(job.folder, **_arguments(job, config), **_placement(job))
     watch.moved(sum(t.nbytes for t in job.tensors))
-    stats = ()
+    stats: tuple[TensorStats, ...] = ()
     if job.options.values:
         with watch.stage("values"):
             stats = of_parameters(model)

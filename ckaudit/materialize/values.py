@@ -269,5 +269,5 @@ def of_parameters(model: Any) -> tuple[TensorStats, ...]:
         layout = Layout((tensor,), (Arena(tensor.nbytes, ((0, 0),)),), (), ((0, 0),))
         scan = Scan(layout, flat.device)
         scan.ready(0, flat, ())
-        stats += scan.finish(lambda _t, flat=flat: flat.cpu())
+        stats += scan.finish(lambda t: held[t.name].flatten().view(torch.uint8).cpu())
     return tuple(stats)

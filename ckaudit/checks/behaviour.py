@@ -1,0 +1,201 @@
+"""CK60x: what a model does once it is loaded. Pure functions over the `load` and `forward` sections of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ckaudit.findings import Blame, Check, Finding, Severity, Skip
+from ckaudit.naming import printable
+
+LOAD_RAISES = Check("CK601", "the load raises", "error")
+FORWARD_RAISES = Check("CK602", "the forward pass raises", "error")
+NOT_FINITE = Check("CK603", "the output is not finite", "error")
+HIDDEN = Check("CK604", "NaN that the output hides", "warning")
+FLAT = Check("CK605", "the output says nothing", "error")
+DIFFERS = Check("CK606", "fingerprint differs", "error")
+DISAGREES = Check("CK607", "engine and replay disagree", "error")
+CHECKS = (LOAD_RAISES, FORWARD_RAISES, NOT_FINITE, HIDDEN, FLAT, DIFFERS, DISAGREES)
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One fingerprint beside the expected one. `difference` is the largest of its logits, relative to the largest expected one."""
+
+    kind: str
+    matched: bool
+    difference: float | None
+    wanted: str
+    found: str
+
+
+def run(
+    load: Mapping[str, Any] | None, forward: Mapping[str, Any] | None, *, engine: str = "transformers"
+) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """Findings on behaviour, and what could not be judged. `load["error"]` counts where `load["blame"]` is the checkpoint's."""
+    findings: list[Finding] = []
+    skips: list[Skip] = []
+    if load is not None and load.get("error") and load.get("blame") == "checkpoint":
+        findings.append(
+            _finding(
+                LOAD_RAISES,
+                engine,
+                f"from_pretrained raises: {printable(load['error'])}",
+                "`ckaudit names` says which tensors are at fault.",
+            )
+        )
+    if forward is None:
+        return tuple(findings), tuple(skips)
+    for one in forward.get("runs", ()):
+        findings += _judge(one, engine)
+        if one["status"] == "not_run":
+            reason = f"{one['kind']} input: {printable(one['reason'] or '')}"
+            skips += [Skip(c.id, reason, engine) for c in (FORWARD_RAISES, NOT_FINITE)]
+    compared = forward.get("expect")
+    if compared is not None:
+        findings += [_differs(c, engine) for c in compared["runs"] if not c["matched"]]
+        skips += [Skip(DIFFERS.id, f"{kind} input: nothing to compare", engine) for kind in compared["missing"]]
+    return tuple(findings), tuple(skips)
+
+
+def compare(
+    runs: Iterable[Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]], tolerance: float
+) -> dict[str, Any]:
+    """The `expect` section: each run's fingerprint beside `expected[kind]`. An id may differ where its logit is near enough."""
+    compared, missing, seen = [], [], set()
+    for one in runs:
+        wanted, found = expected.get(one["kind"]), one.get("fingerprint")
+        seen.add(one["kind"])
+        if wanted is None or found is None:
+            missing.append(one["kind"])
+            continue
+        compared.append(msgspec.to_builtins(_compare(one["kind"], found, wanted, tolerance)))
+    missing += [kind for kind in expected if kind not in seen]
+    return {
+        "matched": all(c["matched"] for c in compared) and not missing,
+        "tolerance": tolerance,
+        "runs": compared,
+        "missing": missing,
+    }
+
+
+def fingerprints(document: Any) -> dict[str, Mapping[str, Any]]:
+    """Fingerprints by kind of input, from a report, a `forward` section or a plain `{kind: {"ids": …, "logits": …}}`. Empty if none."""
+    if isinstance(document, dict):
+        document = document.get("forward", document)
+    runs = document.get("runs") if isinstance(document, dict) else None
+    if isinstance(runs, list):
+        pairs = [(r.get("kind"), r.get("fingerprint")) for r in runs if isinstance(r, dict)]
+    else:
+        pairs = list(document.items()) if isinstance(document, dict) else []
+    return {str(k): f for k, f in pairs if isinstance(f, dict) and _is_fingerprint(f)}
+
+
+def _is_fingerprint(found: Mapping[str, Any]) -> bool:
+    ids, logits = found.get("ids"), found.get("logits")
+    numbers = isinstance(logits, list) and all(v is None or isinstance(v, int | float) for v in logits)
+    return (
+        isinstance(ids, list) and numbers and len(ids) == len(logits or ()) > 0 and all(isinstance(i, int) for i in ids)
+    )
+
+
+def _compare(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> Comparison:
+    shown = {"wanted": _shown(wanted), "found": _shown(found)}
+    numbers = [*found["logits"], *wanted["logits"]]
+    if any(v is None for v in numbers) or len(found["logits"]) != len(wanted["logits"]):
+        return Comparison(kind, False, None, **shown)
+    scale = max(abs(v) for v in wanted["logits"]) or 1.0
+    difference = max(abs(a - b) for a, b in zip(found["logits"], wanted["logits"], strict=True)) / scale
+    # Two ids whose logits are nearer than the tolerance may change places, and the last may be another that is as large.
+    last = wanted["logits"][-1]
+    ours = dict(zip(found["ids"], found["logits"], strict=True))
+    theirs = dict(zip(wanted["ids"], wanted["logits"], strict=True))
+    ids_fit = all((abs(ours[i] - v) if i in ours else abs(v - last)) / scale <= tolerance for i, v in theirs.items())
+    return Comparison(kind, difference <= tolerance and ids_fit, difference, **shown)
+
+
+def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
+    kind = one["kind"]
+    if one["status"] == "raised":
+        message = f"The forward pass on {kind} input raises: {printable(one['reason'])}"
+        return [
+            _finding(
+                FORWARD_RAISES, engine, message, "Run the same input in transformers to see where.", blame="undecidable"
+            )
+        ]
+    if one["status"] != "ran":
+        return []
+    first = one.get("first_non_finite")
+    where = f"{printable(first['module'] or 'the model')} ({first['class']})" if first else ""
+    if not one["finite"]:
+        place = f"; the first is {where}" if first else ""
+        message = f"The output for {kind} input holds NaN or Inf{place}."
+        mend = "Look at the values of that module's tensors (CK501); Inf without NaN in float16 is an overflow: try bfloat16."
+        return [_finding(NOT_FINITE, engine, message, mend, names=(first["module"],) if first else ())]
+    if first and first["nan"]:
+        message = f"{where} gives NaN for {kind} input, and the output does not show it."
+        return [
+            _finding(
+                HIDDEN,
+                engine,
+                message,
+                "Look at the values of that module's tensors (CK501).",
+                names=(first["module"],),
+            )
+        ]
+    if (one.get("fingerprint") or {}).get("flat"):
+        message = f"Every entry of the last position is the same for {kind} input."
+        return [_finding(FLAT, engine, message, "A weight on the way is zero or constant (CK502, CK503).")]
+    return []
+
+
+def _differs(compared: Mapping[str, Any], engine: str) -> Finding:
+    by = "" if compared["difference"] is None else f" by {compared['difference']:.2%}"
+    message = f"The fingerprint for {compared['kind']} input differs from the expected one{by}."
+    mend = "Load the revision, dtype and attention that the expected one was made with; else a weight has changed."
+    return _finding(
+        DIFFERS, engine, message, mend, blame="undecidable", wanted=compared["wanted"], found=compared["found"]
+    )
+
+
+def disagreement(engine: str, predicted: str, live: str, error: str | None) -> Finding | None:
+    """The finding for an engine whose own load ended otherwise than its replay said; None where they agree."""
+    if predicted == live:
+        return None
+    message = f"The replay of {engine} says {predicted}, the engine itself {live}" + (
+        f": {printable(error)}" if error else "."
+    )
+    return _finding(
+        DISAGREES,
+        engine,
+        message,
+        "Please report this: the engine is right, ckaudit is wrong.",
+        blame="undecidable",
+        wanted=live,
+        found=predicted,
+    )
+
+
+def _shown(fingerprint: Mapping[str, Any]) -> str:
+    logits = ", ".join("NaN" if v is None else f"{v:.4g}" for v in fingerprint["logits"])
+    return f"ids {', '.join(map(str, fingerprint['ids']))}; logits {logits}"
+
+
+def _finding(
+    check: Check, engine: str, message: str, mend: str, *, names: Sequence[str] = (), blame: Blame = "checkpoint",
+    severity: Severity | None = None, wanted: str = "", found: str = "",
+) -> Finding:  # fmt: skip
+    return Finding(
+        check=check.id,
+        title=check.title,
+        severity=severity or check.severity,
+        blame=blame,
+        engine=engine,
+        names=tuple(names),
+        count=max(1, len(names)),
+        message=message,
+        mend=mend,
+        wanted=wanted,
+        found=found,
+    )

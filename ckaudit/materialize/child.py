@@ -1,0 +1,201 @@
+"""The child process that loads: one job in on stdin, events out on a descriptor of its own.
+
+Whatever happens here (a crash in a kernel, memory that runs out, a device that is lost) costs this process alone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ckaudit.errors import CkauditError
+from ckaudit.materialize.job import Event, LoadJob
+from ckaudit.materialize.watch import Watch
+
+_LOST = ("device-side assert", "CUDA error", "device lost", "unspecified launch failure", "NCCL error", "HIP error")
+
+
+def main() -> int:
+    """Run the job on stdin."""
+    emit = _private_channel()
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=LoadJob)
+    run(job, emit)
+    return 0
+
+
+def run(job: LoadJob, emit: Callable[[Event], None]) -> None:
+    """Load, look and run once; tell `emit` after every step what is known by then. Never raises: an error is an event."""
+    watch = Watch(emit)
+    section = _empty(job)
+    told: dict[str, Any] = {}
+    try:
+        _steps(job, watch, section, told)
+        section["status"] = "partial" if job.partial else "complete"
+    except KeyboardInterrupt:
+        section["status"] = "interrupted"
+        told |= {"error": f"Interrupted in stage {watch.current!r}.", "blame": "environment"}
+    except BaseException as error:  # noqa: BLE001  (told to the parent, which decides what it means)
+        section["status"] = "failed"
+        told |= _reason(error, watch.current)
+    section["stages"] = {k: round(v, 4) for k, v in watch.seconds.items()}
+    emit(Event(load=section, done=True, **told))
+
+
+def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, Any]) -> None:
+    with watch.stage("import"):
+        import torch
+        import transformers
+
+        from ckaudit.materialize import forward, loading
+        from ckaudit.materialize.classes import pick
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    section["release"] = transformers.__version__
+    device = _device(torch, job)
+    with watch.stage("config"):
+        cls, config = pick(job.folder, job.options)
+    needed = loading.expected_memory(job, config)
+    section |= {
+        "class": cls.__name__,
+        "estimate": msgspec.to_builtins(needed),
+        "device_name": _device_name(torch, device),
+    }
+    watch.emit(Event(load=section))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    loaded = loading.load(job, cls, config, needed, watch)
+    section |= _measured(torch, device, loaded, watch)
+    told["observed"] = loaded.observed
+    watch.emit(Event(load=section, observed=loaded.observed))
+    if job.options.forward:
+        told["forward"] = forward.run(loaded.model, job, watch, lambda part: watch.emit(Event(forward=part)))
+
+
+def _empty(job: LoadJob) -> dict[str, Any]:
+    return {
+        "status": "failed",
+        "engine": "transformers",
+        "release": None,
+        "class": None,
+        "device": job.options.device,
+        "device_name": None,
+        "devices": job.options.devices,
+        "tp": int(os.environ.get("WORLD_SIZE", "1")) if job.options.tp else 1,
+        "dtype": None,
+        "shards": len(job.files),
+        "tensors": len(job.tensors),
+        "bytes": 0,
+        "seconds": None,
+        "gb_per_s": None,
+        "estimate": None,
+        "steady_bytes": None,
+        "peak_bytes": None,
+        "stages": {},
+        "missing": [],
+        "unexpected": [],
+        "mismatched": [],
+        "error": None,
+    }
+
+
+def _measured(torch: Any, device: Any, loaded: Any, watch: Watch) -> dict[str, Any]:
+    """What the load took. On a CPU the peak is that of the whole process, mapped files included."""
+    seconds = watch.seconds.get("load", 0.0) + watch.seconds.get("arrive", 0.0)
+    size = loaded.layout.nbytes
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in loaded.model.parameters() if not p.is_meta
+    }
+    if device.type == "cuda":
+        count = range(torch.cuda.device_count())
+        steady = sum(torch.cuda.memory_allocated(i) for i in count)
+        peak = sum(torch.cuda.max_memory_allocated(i) for i in count)
+    else:
+        steady, peak = sum(held.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    info = loaded.info
+    return {
+        "dtype": str(getattr(loaded.model, "dtype", "")).removeprefix("torch."),
+        "bytes": size,
+        "seconds": round(seconds, 4),
+        "gb_per_s": round(size / seconds / 1e9, 3) if seconds else None,
+        "steady_bytes": steady,
+        "peak_bytes": peak,
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "mismatched": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
+    }
+
+
+def _device(torch: Any, job: LoadJob) -> Any:
+    """The device of the job. Raises CkauditError where it is not there."""
+    try:
+        device = torch.device(job.options.device)
+    except RuntimeError as error:
+        raise CkauditError(f"No device is called {job.options.device!r}.", "Use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        wanted = max(job.options.devices, (device.index or 0) + 1)
+        if count < wanted:
+            raise CkauditError(
+                f"{wanted} CUDA device{'' if wanted == 1 else 's'} asked for, torch {torch.__version__} sees {count}.",
+                "Use --device cpu.",
+            )
+        if device.index is None:
+            device = torch.device(
+                "cuda", int(os.environ.get("LOCAL_RANK", "0")) if job.options.tp else torch.cuda.current_device()
+            )
+    return device
+
+
+def _device_name(torch: Any, device: Any) -> str:
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+
+
+def _reason(error: BaseException, stage: str) -> dict[str, str]:
+    """How an exception is told: whose matter it is, and one line."""
+    lines = str(error).strip().splitlines() or [""]
+    line = f"{type(error).__name__}: {lines[0]}"
+    if isinstance(error, CkauditError):
+        return {"error": error.message, "hint": error.hint, "blame": "environment"}
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or isinstance(error, MemoryError):
+        hint = "Free memory, spread the model with --devices N, or use --device cpu."
+        return {"error": f"Out of memory in stage {stage!r}: {lines[0]}", "hint": hint, "blame": "environment"}
+    if any(sign in str(error) for sign in _LOST):
+        return {
+            "error": f"The device was lost in stage {stage!r}: {lines[0]}",
+            "hint": "See its driver's log.",
+            "blame": "environment",
+        }
+    if isinstance(error, ImportError | OSError | SystemExit):
+        return {"error": f"Stage {stage!r} ended: {line}", "hint": "", "blame": "environment"}
+    if stage in ("load", "arrive"):
+        # The report of the loader begins with a table; what it raises says the rest.
+        return {
+            "error": " ".join(part.strip() for part in lines if part.strip())[:2000],
+            "hint": "",
+            "blame": "checkpoint",
+        }
+    return {"error": f"Stage {stage!r} broke down: {line}", "hint": "", "blame": "environment"}
+
+
+def _private_channel() -> Callable[[Event], None]:
+    """Events go where stdout went; whatever else is printed in this process goes to stderr."""
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def emit(event: Event) -> None:
+        with lock:
+            channel.write(msgspec.json.encode(event) + b"\n")
+            channel.flush()
+
+    return emit
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

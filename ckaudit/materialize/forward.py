@@ -1,0 +1,176 @@
+"""One forward pass for each kind of input the model takes, and what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ckaudit.materialize import processed
+from ckaudit.materialize.job import LoadJob
+from ckaudit.materialize.probe import Probe, tensors_in
+from ckaudit.materialize.recipes import Recipes, Tensors, place
+from ckaudit.materialize.watch import Watch
+
+TOP = 5
+"""Entries of a fingerprint."""
+_CONTEXT_KEYS = ("use_cache", "return_dict")
+
+
+def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The `forward` section. `told` gets it after every pass, so that a crash in one does not take the others with it."""
+    options = job.options
+    recipes = Recipes(model, max(options.tokens, 64), options.seed)
+    section: dict[str, Any] = {
+        "status": "complete",
+        "attention": options.attention,
+        "seed": options.seed,
+        "tokens": max(options.tokens, 64),
+        "runs": [],
+        "expect": None,
+    }
+    kinds = [k for k in recipes.kinds() if not options.modalities or k in options.modalities]
+    for kind in kinds:
+        with watch.stage(f"forward {kind}"):
+            section["runs"].append(_one(model, job, kind, recipes))
+        told(section)
+    for kind in options.modalities:
+        if kind not in kinds:
+            section["runs"].append(_not_run(kind, "the model takes no such input"))
+    if not section["runs"]:
+        section["runs"].append(_not_run("text", f"{type(model).__name__} takes no input that ckaudit can make"))
+    return section
+
+
+def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes) -> dict[str, Any]:
+    """One pass. The first way of making an input that the model accepts is the one that counts."""
+    failures: list[str] = []
+    raised: BaseException | None = None
+    for origin, make in _ways(job, kind, recipes):
+        torch.manual_seed(job.options.seed)
+        try:
+            inputs = place(make(), model)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a processor, or an input that the model does not take)
+            failures.append(f"{origin}: {_line(error)}")
+            continue
+        try:
+            return _pass(model, kind, origin, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  (the model raises: that is what we want to know)
+            failures.append(f"{origin}: {_line(error)}")
+            raised = raised or error
+    if raised is not None and kind == "text":
+        return _not_run(kind, _line(raised)) | {"status": "raised"}
+    return _not_run(kind, "; ".join(failures) or "no way to make such an input")
+
+
+def _ways(job: LoadJob, kind: str, recipes: Recipes) -> Iterator[tuple[str, Callable[[], Tensors]]]:
+    options = job.options
+    if processed.has_processor(job.folder):
+        length = max(options.tokens, 64)
+        yield (
+            "processor",
+            lambda: processed.make(job.folder, kind, length, options.seed, trust_remote_code=options.trust_remote_code),
+        )
+    for make in recipes.candidates(kind):
+        yield "config", make
+
+
+def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]:
+    device = next((t.device for t in inputs.values() if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    cuda = device.type == "cuda"
+    probe = Probe()
+    extra = {"use_cache": False} if _has(model, "use_cache") else {}
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    with torch.inference_mode(), probe.on(model):
+        output = model(**inputs, **extra)
+    if cuda:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    shapes, finite = _outputs(output)
+    culprit = probe.first()
+    return {
+        "kind": kind,
+        "status": "ran",
+        "inputs_from": origin,
+        "inputs": {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)},
+        "outputs": shapes,
+        "finite": finite,
+        "first_non_finite": None if culprit is None else _told_of(culprit),
+        "seconds": round(seconds, 4),
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "fingerprint": _fingerprint(output),
+        "reason": None,
+    }
+
+
+def _told_of(culprit: Any) -> dict[str, Any]:
+    return {"module": culprit.module, "class": culprit.kind, "nan": culprit.nan, "inf": culprit.inf}
+
+
+def _outputs(output: Any) -> tuple[dict[str, list[int]], bool]:
+    """Shapes of the output's tensors by name, and whether all of them are finite."""
+    named = dict(output) if isinstance(output, dict) else {"output": output}
+    shapes: dict[str, list[int]] = {}
+    finite = True
+    for name, value in named.items():
+        found = list(tensors_in(value))
+        for number, tensor in enumerate(found):
+            shapes[name if len(found) == 1 else f"{name}.{number}"] = list(tensor.shape)
+            if tensor.is_floating_point():
+                finite = finite and bool(torch.isfinite(tensor).all().item())
+    return shapes, finite
+
+
+def _fingerprint(output: Any) -> dict[str, Any] | None:
+    """The largest entries of the last position of the logits (or of what the model gives instead), which say what it computes."""
+    named = dict(output) if isinstance(output, dict) else {"output": output}
+    for name in ("logits", "logits_per_image", "last_hidden_state", "pooler_output", *named):
+        tensor = next(iter(tensors_in(named.get(name))), None)
+        if tensor is not None and tensor.is_floating_point() and tensor.numel():
+            last = tensor.float().reshape(-1, tensor.shape[-1])[-1] if tensor.dim() else tensor.float().reshape(1)
+            values, ids = torch.topk(last, min(TOP, last.numel()))
+            # NaN is not JSON.
+            logits = [v if v == v and abs(v) != float("inf") else None for v in values.tolist()]
+            spread = last.max() - last.min()
+            return {
+                "of": name,
+                "ids": ids.tolist(),
+                "logits": logits,
+                "flat": bool((spread == 0).item()) and last.numel() > 1,
+            }
+    return None
+
+
+def _not_run(kind: str, reason: str) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "status": "not_run",
+        "inputs_from": None,
+        "inputs": {},
+        "outputs": {},
+        "finite": None,
+        "first_non_finite": None,
+        "seconds": None,
+        "peak_bytes": None,
+        "fingerprint": None,
+        "reason": reason,
+    }
+
+
+def _has(model: Any, parameter: str) -> bool:
+    from ckaudit.materialize.recipes import parameters
+
+    return parameter in parameters(model.forward)
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

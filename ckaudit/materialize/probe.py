@@ -1,0 +1,65 @@
+"""Finds the first place in a model whose output is not finite, without a wait on the device while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+
+class Culprit(msgspec.Struct, frozen=True):
+    """A module whose output holds NaN or Inf: its path, its class, and what it holds."""
+
+    module: str
+    kind: str
+    nan: bool
+    inf: bool
+
+
+class Probe:
+    """Watches every module's outputs, in the order in which they are computed: the innermost module comes first."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def on(self, model: Any) -> Iterator[None]:
+        """Inside, outputs are looked at."""
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_hook(self._hook(name, type(module).__name__)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def first(self) -> Culprit | None:
+        """The first module that gave NaN; where none did, the first that gave Inf."""
+        culprits = [Culprit(name, kind, bool(nan.item()), bool(inf.item())) for name, kind, nan, inf in self._seen]
+        bad = [c for c in culprits if c.nan or c.inf]
+        return next((c for c in bad if c.nan), bad[0] if bad else None) if bad else None
+
+    def _hook(self, name: str, kind: str) -> Any:
+        def look(_module: Any, _inputs: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+                    value = tensor.detach()
+                    self._seen.append((name, kind, torch.isnan(value).any(), torch.isinf(value).any()))
+
+        return look
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Every tensor in a model's output, however it is packed."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict):
+        for member in value.values():
+            yield from tensors_in(member, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for member in value:
+            yield from tensors_in(member, depth - 1)
