@@ -44,6 +44,8 @@ class Request:
     path: str
     range: str | None
     headers: dict[str, str]
+    peer: int
+    """The client's port: the same for all requests of one connection."""
     status: int = 0
     sent: int = 0
 
@@ -151,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)  # a client behind a proxy asks for the absolute URL: its path is served all the same
         path = unquote(url.path)
         headers = {k.lower(): v for k, v in self.headers.items()}
-        self.seen = Request(self.command, path, headers.get("range"), headers)
+        self.seen = Request(self.command, path, headers.get("range"), headers, self.client_address[1])
         if path == "/_log":
             return self._json(200, _counters(self.server.log))
         self.server.log.append(self.seen)

@@ -37,12 +37,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(msgspec.Struct, frozen=True):
     """An answer with an error status: the Hub's own code for it (`X-Error-Code`), and its own words."""
 
+    asked: Asked
     status: int
     code: str
     words: str
 
 
-def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refusal:
+def refusal(status: int, headers: Mapping[str, str], body: bytes, asked: Asked) -> Refusal:
     """What an error answer says, from its headers and the beginning of its body."""
     words = headers.get("x-error-message", "")
     if not words:
@@ -52,12 +53,13 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refusal:
         except (ValueError, RecursionError):
             words = ""
     words = printable(words if isinstance(words, str) else "").strip()
-    return Refusal(status, headers.get("x-error-code", ""), words[:200].rstrip("."))
+    return Refusal(asked, status, headers.get("x-error-code", ""), words[:200].rstrip("."))
 
 
-def explain(answer: Refusal, asked: Asked) -> SourceError:
+def explain(answer: Refusal) -> SourceError:
     """Why the Hub refuses, and what to do about it. One line."""
-    status, page = answer.status, f"{asked.endpoint}/{asked.repo}"
+    asked, status = answer.asked, answer.status
+    page = f"{asked.endpoint}/{asked.repo}"
     if answer.code == "GatedRepo" and not asked.token:
         return SourceError(
             f"{asked.what} is gated.", f"Accept its terms at {page}, then set HF_TOKEN (or run hf auth login)."

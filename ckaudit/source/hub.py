@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -28,7 +28,7 @@ from ckaudit.source.faults import Asked, Refusal, explain
 from ckaudit.source.local import read_range
 from ckaudit.source.parallel import side_by_side
 from ckaudit.source.target import cached_commit, open_snapshot
-from ckaudit.source.transfer import Transfer, Wanted
+from ckaudit.source.transfer import Clock, Transfer, Wanted
 
 MAX_JOBS = 96
 """The client's pool holds 100 connections; more readers would wait in it until they time out."""
@@ -91,9 +91,9 @@ class HubSource:
         *,
         jobs: int = 16,
         progress: Progress | None = None,
-        wait: Callable[[float], object] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """Asks the Hub for the commit and its files. Raises SourceError. `wait` sleeps between tries, for tests."""
+        """Asks the Hub for the commit and its files. Raises SourceError. `clock` is for tests."""
         self.name = name
         self._jobs = max(1, min(jobs, MAX_JOBS))
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
@@ -112,7 +112,7 @@ class HubSource:
             secret={"authorization": f"Bearer {token}"} if token else {},
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             progress=progress or NullProgress(),
-            wait=wait,
+            clock=clock,
         )
         listing = self._list(revision)
         self.revision: str | None = listing.sha
@@ -146,7 +146,7 @@ class HubSource:
         url += f"/revision/{quote(revision, safe='')}" if revision else ""
         body = self._transfer.fetch(Wanted(url=f"{url}?blobs=true", asked=self._asked), threading.Event())
         if isinstance(body, Refusal):
-            raise explain(body, self._asked)
+            raise explain(body)
         try:
             if isinstance(body, bytes):
                 listing = msgspec.json.decode(body, type=_Listing)
@@ -176,15 +176,15 @@ class HubSource:
         url = hf_hub_url(self.name, span.path, revision=self.revision, endpoint=self._endpoint)
         data = self._transfer.fetch(Wanted(url=url, asked=asked, start=span.start, stop=end, size=info.size), stop)
         if isinstance(data, Refusal):
-            return self._refused(data, asked)
+            return self._refused(data)
         if isinstance(data, bytes) and span.start == 0 and end == info.size and end <= self._room:
             self._room -= end
             self._kept[span.path] = data
         return data
 
-    def _refused(self, answer: Refusal, asked: Asked) -> Unreadable:
+    def _refused(self, answer: Refusal) -> Unreadable:
         """One file that is refused in a repo that is open is that file's fault; in a gated repo, or for a bad token, it is not."""
-        error = explain(answer, asked)
+        error = explain(answer)
         if answer.status in (401, 403) and (self._gated or answer.status == 401):
             raise error
         return Unreadable(error.message.rstrip("."))

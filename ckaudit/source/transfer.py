@@ -48,6 +48,18 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return self.start == 0 and self.stop in (None, self.size)
 
 
+class Clock:
+    """Time as reads see it; tests put one in its place that does not sleep."""
+
+    def now(self) -> float:
+        """Seconds since some point in the past."""
+        return time.monotonic()
+
+    def wait(self, seconds: float, stop: threading.Event) -> None:
+        """Sleeps, unless `stop` is set meanwhile."""
+        stop.wait(seconds)
+
+
 class Cancelled(Exception):  # noqa: N818  not an error: nobody waits for the result any more
     """The read was given up because another one failed or the user interrupted."""
 
@@ -84,12 +96,12 @@ class Transfer:
         secret: Mapping[str, str],
         timeout: float | None,
         progress: Progress,
-        wait: Callable[[float], object] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`errors` are what the client raises; `wait` sleeps, for tests (default: until the read is cancelled)."""
+        """`errors` are what the client raises; `timeout` is in seconds without a byte."""
         self._client, self._errors = client, errors
         self._headers, self._secret = dict(headers), dict(secret)
-        self._timeout, self._progress, self._wait = timeout, progress, wait
+        self._timeout, self._progress, self._clock = timeout, progress, clock or Clock()
         self._lock = threading.Lock()
         self._not_before = 0.0
         self._waited = 0.0
@@ -110,14 +122,14 @@ class Transfer:
                 problem = self._attempt(wanted, body, stop)
             except _Limited as limit:
                 limits += 1
-                self._limit(limit.after if limit.after else min(2.0**limits, 60.0), wanted.asked)
+                self._limit(limit.after if limit.after else min(2.0 ** min(limits, 6), 60.0), wanted.asked)
                 continue
             except _Again as again:
                 self._moved.pop(wanted.url, None)
                 tries = tries + 1 if len(body) - mark < _GAIN else 1
                 if tries >= TRIES:
                     raise _spent(again.error) from again
-                self._pause(max(_BACKOFF[tries - 1], min(again.after or 0.0, 60.0)), stop)
+                self._clock.wait(max(_BACKOFF[tries - 1], min(again.after or 0.0, 60.0)), stop)
                 continue
             except _Refused as refused:
                 self._moved.pop(wanted.url, None)
@@ -156,12 +168,11 @@ class Transfer:
     def _follow(self, response: Any, url: str, trusted: bool, wanted: Wanted) -> tuple[str, bool]:
         """Where a redirect leads, and whether the token may go there: once it has left the host, it stays away."""
         _small_body(response)
-        target = urljoin(url, response.headers.get("location", ""))
         try:
-            parts = urlsplit(target)
-            origin = _origin(target)
+            target = urljoin(url, response.headers.get("location", ""))
+            parts, origin = urlsplit(target), _origin(target)
         except ValueError:
-            parts, origin = urlsplit(""), None
+            target, parts, origin = "", urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or origin is None:
             raise SourceError(
                 f"{wanted.asked.host} redirects {wanted.asked.what} to no web address.", "Check HF_ENDPOINT."
@@ -182,9 +193,9 @@ class Transfer:
             _small_body(response)
             raise _Limited(retry_after(response.headers))
         if status not in (200, 206):
-            answer = refusal(status, response.headers, _small_body(response))
+            answer = refusal(status, response.headers, _small_body(response), asked)
             if status == 408 or status >= 500:
-                raise _Again(explain(answer, asked), retry_after(response.headers))
+                raise _Again(explain(answer), retry_after(response.headers))
             raise _Refused(answer)
         if response.headers.get("content-encoding", "identity") != "identity":
             return Unreadable(f"{asked.host} compresses the file, though asked not to")
@@ -245,7 +256,7 @@ class Transfer:
     def _limit(self, after: float, asked: Asked) -> None:
         """Holds every read back for `after` seconds. Raises SourceError when that goes beyond what is worth waiting for."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.now()
             more = now + after - max(now, self._not_before)
             if more <= 0:
                 return
@@ -259,13 +270,10 @@ class Transfer:
         self._progress.note(f"{asked.host} limits the rate of requests: waiting {after:,.0f} s.")
 
     def _hold(self, stop: threading.Event) -> None:
-        if (delay := self._not_before - time.monotonic()) > 0:
-            self._pause(delay, stop)
+        if (delay := self._not_before - self._clock.now()) > 0:
+            self._clock.wait(delay, stop)
         if stop.is_set():
             raise Cancelled
-
-    def _pause(self, seconds: float, stop: threading.Event) -> None:
-        (self._wait or stop.wait)(seconds)
 
 
 def _spent(error: SourceError) -> SourceError:
