@@ -52,23 +52,31 @@ def lint(book: Book, names: Sequence[str] = ()) -> tuple[tuple[Finding, ...], tu
 def _cascades(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
     """A rule whose key stands in what an earlier rule writes: between stacked rules, within one kind, or inside a word."""
     for i, later in enumerate(place.mapper.rules):
-        for earlier in place.mapper.rules[:i]:
-            text = earlier.to
-            if text is None or earlier.kind in ("regex", "renaming") or later.kind in ("regex", "renaming"):
-                continue
-            if not _meets(earlier, later, text):
-                continue
-            midword = _inside_word(later.key, text)
-            if earlier.kind != later.kind and not midword:
-                continue  # rename first, then stack: meant
-            hits = [n for n, m in rewritten.items() if _consecutive(m.steps, earlier, later)]
-            severity: Severity = "error" if midword or later.kind == "stacked" else "warning"
-            shown = hits[0] if hits else probe(earlier)
-            yield _finding(
-                CASCADES, place, severity, [place.seen[n] for n in hits],
-                f"{_quote(later)} fires on what {_quote(earlier)} writes: {_chain(place.mapper.map(shown).steps)}",
-                "Let keys match whole path segments (a dot at both ends), or order the rules so that no output holds a later key.",
-            )  # fmt: skip
+        fed = [earlier for earlier in place.mapper.rules[:i] if _feeds(earlier, later)]
+        if not fed:
+            continue
+        hits = [n for n, m in rewritten.items() if any(_consecutive(m.steps, earlier, later) for earlier in fed)]
+        grave = later.kind == "stacked" or any(_inside_word(later.key, earlier.to or "") for earlier in fed)
+        chain = _chain(place.mapper.map(hits[0] if hits else probe(fed[0])).steps)
+        writers = " and ".join(f"`{printable(earlier.key)}`" for earlier in fed)
+        yield _finding(
+            CASCADES, place, "error" if grave else "warning", [place.seen[n] for n in hits],
+            f"{_quote(later)} fires on what {writers} {'writes' if len(fed) == 1 else 'write'}: {chain}",
+            "Let keys match whole path segments (a dot at both ends), or order the rules so that no output holds a later key.",
+        )  # fmt: skip
+
+
+def _feeds(earlier: Rule, later: Rule) -> bool:
+    """Whether `later` fires on the output of `earlier` in a way that nobody means: to rename first and stack then is meant."""
+    patterns = ("regex", "renaming")
+    if (
+        earlier.to is None
+        or earlier.kind in patterns
+        or later.kind in patterns
+        or not _meets(earlier, later, earlier.to)
+    ):
+        return False
+    return earlier.kind == later.kind or _inside_word(later.key, earlier.to)
 
 
 def _meets(earlier: Rule, later: Rule, text: str) -> bool:
@@ -146,22 +154,23 @@ def _dead(book: Book, place: Place) -> Iterator[Finding]:
     if not place.at:
         return
     below = [inner[1] for text in _targets(book) if (inner := inside(place.at, "", text)) is not None]
-    for item in place.mapper.rules:
-        if (
-            item.kind not in ("substring", "stacked")
-            or not item.key.startswith(".")
-            or not (item.to or "").startswith(".")
-        ):
-            continue
-        bare = (item.to or "")[1:]
-        if any(text.startswith(bare) for text in below) and not any(f".{bare}" in text for text in below):
-            names = [full for inner, full in place.seen.items() if inner.startswith(item.key[1:])]
-            example = f"{item.key[1:]}.weight"
-            text = f"{_quote(item)} can never fire: names there have no parent path (`{printable(example)}`), nothing stands before the dot"
-            mend = (
-                f"Put the rule on the model, where names are whole, or match `{printable(item.key[1:])}.` as a prefix."
-            )
-            yield _finding(DEAD, place, "error", names, text, mend)
+    dead = [item for item in place.mapper.rules if _never(item, below)]
+    if dead:
+        names = [full for inner, full in place.seen.items() if any(inner.startswith(item.key[1:]) for item in dead)]
+        keys = ", ".join(f"`{printable(item.key)}`" for item in dead)
+        example = f"`{printable(dead[0].key[1:])}.weight`"
+        text = f"{keys} can never fire: names there have no parent path ({example}), so nothing stands before the dot"
+        yield _finding(
+            DEAD, place, "error", names, text, "Put the rules on the model, where names are whole, or drop the dot."
+        )
+
+
+def _never(item: Rule, below: list[str]) -> bool:
+    """Whether what the rule writes is a parameter of the module only without the dot in front."""
+    if item.kind not in ("substring", "stacked") or not item.key.startswith(".") or not (item.to or "").startswith("."):
+        return False
+    bare = (item.to or "")[1:]
+    return any(text.startswith(bare) for text in below) and not any(f".{bare}" in text for text in below)
 
 
 def _targets(book: Book) -> Iterator[str]:
@@ -174,17 +183,19 @@ def _targets(book: Book) -> Iterator[str]:
 
 def _unbounded(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
     """A key that can match in the middle of a word: a note by itself, a warning where a name shows it."""
-    for item in place.mapper.rules:
-        if not _open_ended(item):
-            continue
+    mend = "Write the key from dot to dot (a prefix ends in a dot, a suffix begins with one)."
+    quiet = []
+    for item in filter(_open_ended, place.mapper.rules):
         hits = [n for n, m in rewritten.items() if any(_step_inside(s, item) for s in m.steps)]
-        text = f"{_quote(item)} can match in the middle of a word"
-        if hits:
-            step = next(s for s in rewritten[hits[0]].steps if _step_inside(s, item))
-            text = f"{_quote(item)} matches in the middle of a word: `{printable(step.before)}` -> `{printable(step.after or 'dropped')}`"
-        severity: Severity = "warning" if hits else "note"
-        mend = "Write the key from dot to dot (a prefix ends in a dot, a suffix begins with one)."
-        yield _finding(UNBOUNDED, place, severity, [place.seen[n] for n in hits], text, mend)
+        if not hits:
+            quiet.append(item)
+            continue
+        step = next(s for s in rewritten[hits[0]].steps if _step_inside(s, item))
+        text = f"{_quote(item)} matches in the middle of a word: `{printable(step.before)}` -> `{printable(step.after or 'dropped')}`"
+        yield _finding(UNBOUNDED, place, "warning", [place.seen[n] for n in hits], text, mend)
+    if quiet:
+        keys = ", ".join(f"{item.kind} `{printable(item.key)}`" for item in quiet)
+        yield _finding(UNBOUNDED, place, "note", [], f"a key can match in the middle of a word: {keys}", mend)
 
 
 def _open_ended(item: Rule) -> bool:
