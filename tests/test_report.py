@@ -154,10 +154,21 @@ class TestTerminal:
         assert re.search(r"torch +2\.13\.0", out)
 
     def test_skips_with_one_reason_share_a_line(self) -> None:
-        skips = tuple(Skip(check=c, engine="transformers", reason="no shapes") for c in ("CK301", "CK302"))
+        checks = ("CK301", "CK302", "CK303", "CK306", "CK307", "rules")
+        skips = tuple(Skip(check=c, engine="transformers", reason="no shapes") for c in checks)
         out = terminal.render(report(skips=skips))
-        assert re.search(r"CK301 CK302 +transformers +no shapes", out)
-        assert "2 not judged" in out
+        assert "  transformers: no shapes  CK301–CK303 CK306 CK307 rules\n" in out
+        assert "6 not judged" in out
+
+    def test_the_reason_of_a_verdict_that_is_missing_is_told_once(self) -> None:
+        skip = Skip(check="CK203", engine="vllm==0.33.0", reason="no compressed_tensors")
+        out = terminal.render(report(plans=(unjudged(),), findings=(), skips=(skip,)))
+        assert out.count("no compressed_tensors") == 1
+
+    def test_a_verdict_on_names_does_not_hide_broken_files(self) -> None:
+        out = terminal.render(report(plans=(good(),), findings=(finding(engine=None, check="CK103"),)))
+        assert "by names and shapes alone: the files themselves are faulty, see CK103" in out
+        assert "by names and shapes alone" not in terminal.render(report())
 
     def test_the_exit_code_is_explained(self) -> None:
         assert "exit 1: findings at or above error" in terminal.render(report())

@@ -39,7 +39,7 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool) -> Iterat
     yield from verdicts(report, width, verbose=verbose)
     if not quiet:
         yield from findings(report, verbose=verbose)
-        yield from skips(report.skips)
+        yield from skips(report)
         if verbose:
             for plan in report.plans:
                 yield from details(plan)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ckaudit.findings import Finding, Report, Skip
+from ckaudit.findings import Finding, Report
 from ckaudit.plan import NameFate, Plan, Step
 from ckaudit.report.terminal.layout import SEVERITIES, clip, folded, grid, label, many, prose, safe, size
 
@@ -97,17 +97,31 @@ def _rule(step: Step) -> str:
     return f"{safe(step.rule)} '{prose(step.key).plain}' in {safe(step.at) or 'the model'}{shard}"
 
 
-def skips(skips: Sequence[Skip]) -> Iterator[RenderableType]:
-    if not skips:
-        return
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for skip in skips:
-        reasons.setdefault((skip.engine or "", skip.reason), []).append(skip.check)
-    yield ""
-    yield Text("? not judged", style="bold magenta")
-    table = grid()
+def skips(report: Report) -> Iterator[RenderableType]:
+    """What was not judged: the reason, then the checks that it leaves open."""
+    told = {p.id: p.not_judged for p in report.plans}
+    reasons: dict[tuple[str | None, str], list[str]] = {}
+    for skip in report.skips:
+        reasons.setdefault((skip.engine, skip.reason), []).append(skip.check)
+    if reasons:
+        yield ""
+        yield Text("? not judged", style="bold magenta")
     for (engine, reason), checks in reasons.items():
-        table.add_row(
-            Text(safe(" ".join(dict.fromkeys(checks)))), Text(safe(engine), style="dim"), clip(reason, verbose=False)
-        )
-    yield Padding(table, (0, 0, 0, 2))
+        line = Text(overflow="fold")
+        if engine is not None:
+            line.append(f"{safe(engine)}: ", style="dim")
+        known = engine is not None and told.get(engine) == reason
+        line.append_text(Text("no verdict, see above") if known else clip(reason, verbose=False))
+        yield Padding(line.append(f"  {ranges(checks)}", style="dim"), (0, 0, 0, 2))
+
+
+def ranges(ids: Iterable[str]) -> str:
+    """Check ids in order, runs of three or more by their ends: `CK101–CK114 CK116`."""
+    runs: list[list[str]] = []
+    for check in sorted(set(ids)):
+        follows = runs and runs[-1][-1][:2] == check[:2] == "CK" and int(check[2:]) == int(runs[-1][-1][2:]) + 1
+        if follows:
+            runs[-1].append(check)
+        else:
+            runs.append([check])
+    return " ".join(f"{r[0]}–{r[-1]}" if len(r) > 2 else " ".join(r) for r in runs)

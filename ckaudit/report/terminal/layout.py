@@ -91,7 +91,7 @@ def safe(value: str) -> str:
 
 def prose(value: str, style: str = "") -> Text:
     """A sentence that may hold names: escaped, but a backslash that is there stays one."""
-    return Text(printable(value).replace("\\\\", "\\"), style, overflow="fold")
+    return Text(printable(value).replace(r"\\", "\\"), style, overflow="fold")
 
 
 def many(count: int, word: str) -> str:

@@ -33,6 +33,11 @@ def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[Renderabl
                     Text().append(f"{verb}: ", style="dim").append_text(clip(said, verbose=verbose)), (0, 0, 0, 4)
                 )
         yield from _tensor_parallel(plan)
+    broken = sorted({f.check for f in report.standing if f.severity == "error" and f.check.startswith("CK1")})
+    if broken and any(p.verdict in ("loads", "loads_with_loss") for p in report.plans):
+        yield Text(
+            f"  by names and shapes alone: the files themselves are faulty, see {' '.join(broken)}", style="bold yellow"
+        )
     if not report.plans:
         yield Text("? not judged: no engine was run", style="bold magenta")
 
