@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -183,26 +184,36 @@ def _read_headers(
     """The header of each file of `layout`, in one read where the guess is enough, else in two."""
     guesses = guess_headers(found.weight_map if found else {}, {path: info.size for path, info in files.items()})
     wanted = [path for path in (*layout.shards, *layout.strays) if path in files]
-    spans = [Span(folder + path, 0, guesses.get(path, UNKNOWN_GUESS)) for path in wanted]
+    queue = _Queue(Span(folder + path, 0, guesses.get(path, UNKNOWN_GUESS)) for path in wanted)
     done: dict[str, Header | Unreadable] = {}
     begun: dict[str, bytes] = {}
     with progress.task("Reading headers", len(wanted)) as task:
-
-        def take(path: str, data: bytes | Unreadable) -> None:
-            done[path] = data if isinstance(data, Unreadable) else header.parse(data, files[path].size)
-            task.advance()
-
-        for span, data in source.read_spans(spans):
+        for span, data in source.read_spans(queue):
             path = span.path.removeprefix(folder)
-            if isinstance(data, bytes) and header.needed(data, files[path].size) > len(data):
-                begun[path] = data
+            if isinstance(data, Unreadable):
+                done[path] = data
             else:
-                take(path, data)
-        rest = [Span(folder + p, len(data), header.needed(data, files[p].size)) for p, data in begun.items()]
-        for span, data in source.read_spans(rest) if rest else ():
-            path = span.path.removeprefix(folder)
-            take(path, begun.pop(path) + data if isinstance(data, bytes) else data)
+                start = begun.pop(path, b"") + data if path in begun else data
+                needed = header.needed(start, files[path].size)
+                if span.start == 0 and needed > len(start):
+                    begun[path] = start
+                    queue.append(Span(span.path, len(start), needed))
+                    continue
+                done[path] = header.parse(start, files[path].size)
+            task.advance()
     return done
+
+
+class _Queue(deque[Span]):
+    """Spans to read that grow while they are read. Unlike a generator's, its end is not for ever."""
+
+    def __iter__(self) -> Iterator[Span]:
+        return self
+
+    def __next__(self) -> Span:
+        if not self:
+            raise StopIteration
+        return self.popleft()
 
 
 def _shard(path: str, info: FileInfo | None, found: Header | Unreadable | None) -> Shard:
