@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,6 +24,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for one engine on one checkpoint, every repeated load included."""
     offline: bool = False
     cache: bool = True
+    vllm: dict[str, Any] = {}
+    """Serving options of vLLM under its own names (`quantization`, `hf_overrides`, `load_format`, `pipeline_parallel_size` …)."""
+    tp: tuple[int, ...] = ()
+    """Tensor-parallel sizes to try besides 1 (vLLM)."""
 
 
 class Engine(Protocol):
