@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class LocalSource:
-    """Read access to one folder (hidden folders apart), or to the part of it that `only` accepts by path."""
+    """Read access to one folder (hidden folders apart), or to those of its own files that `only` accepts by name."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class LocalSource:
                         path = prefix + _text(row.name)
                         if not row.is_dir(follow_symlinks=False):
                             yield path, Path(row.path)
-                        elif not row.name.startswith("."):
+                        elif self._only is None and not row.name.startswith("."):
                             folders.append((path + "/", Path(row.path)))
             except OSError as error:
                 if not prefix:

@@ -74,12 +74,16 @@ def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
 
 def _from_url(url: str) -> HubTarget:
     """The repo that an address copied from the Hub's pages, or a `hf://` address, points at."""
-    parts = urlsplit(url)
     shown = printable(url)
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        raise UsageError(f"{shown} is not an address.", _SPELLINGS) from None
     path = unquote(parts.path).strip("/")
     if parts.scheme == "hf":
         path = f"{parts.netloc}/{path}".strip("/").removeprefix("models/")
-    elif parts.hostname not in _HOSTS | {urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname}:
+    elif host not in _HOSTS | {urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname}:
         raise UsageError(f"{shown} is not an address of the Hub.", f"{_SPELLINGS} For a mirror, set HF_ENDPOINT.")
     if path.startswith(("datasets/", "spaces/", "buckets/", "kernels/")):
         raise UsageError(f"{shown} is not a model repo.", "Give the repo of a model.")
@@ -121,13 +125,13 @@ def open_file(path: Path, name: str) -> LocalSource:
         return LocalSource(folder, name=name, only=lambda p: p == own or not p.endswith(".index.json"))
     if own.endswith(".safetensors"):
         # The user named this very file, so its own link is followed wherever it leads.
-        return LocalSource(folder, name=name, only=lambda p: p == own or _companion(p), stores=(path.resolve().parent,))
+        return LocalSource(folder, name=name, only=lambda p: p == own or _companion(p), stores=(path,))
     raise UsageError(f"{shown} is not a checkpoint that ckaudit reads.", _SPELLINGS)
 
 
 def _companion(path: str) -> bool:
     """Whether a file decides how the one named beside it loads: config and code, no weights."""
-    return "/" not in path and path.endswith((".json", ".py")) and not path.endswith(".index.json")
+    return path.endswith((".json", ".py")) and not path.endswith(".index.json")
 
 
 def open_snapshot(repo: Path, commit: str, name: str, kind: str = "local") -> LocalSource:
