@@ -59,9 +59,14 @@ class Rename(msgspec.Struct, frozen=True):
     def pattern(self) -> tuple[str, str]:
         """The change as a regular expression and its replacement, as `from_pretrained(key_mapping={…})` takes them."""
         if self.kind == "drop":
-            return r"\b(" + "|".join(map(re.escape, self.old)) + r")\.", ""
-        old, new = re.escape(".".join((*self.old, ""))), ".".join((*self.new, ""))
-        return ("^" if self.kind == "root" else r"\b") + old, new
+            return f"(?<![^.])({'|'.join(map(_literal, self.old))})[.]", ""
+        old, new = "".join(f"{_literal(s)}[.]" for s in self.old), ".".join((*self.new, ""))
+        return ("^" if self.kind == "root" else "(?<![^.])") + old, new
+
+
+def _literal(segment: str) -> str:
+    """A pattern that matches `segment` only; plain segments stay as they are, so that a user can read it."""
+    return segment if re.fullmatch(r"\w+", segment) else re.escape(segment)
 
 
 class Inferred(msgspec.Struct, frozen=True):

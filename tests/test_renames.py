@@ -131,6 +131,7 @@ def test_says_what_to_do(rename: Rename, text: str) -> None:
         (Rename("root", ("_orig_mod",)), "_orig_mod.model.norm.weight"),
         (Rename("root", (), ("model",)), "norm.weight"),
         (Rename("path", ("a", "b"), ("c",)), "x.a.b.w"),
+        (Rename("root", ("a+b",)), "a+b.w"),
         (Rename("drop", ("x", "y")), "x.y.a.x.w"),
     ],
 )

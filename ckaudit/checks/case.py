@@ -8,7 +8,7 @@ from functools import cached_property
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Blame, Check, Finding, Severity
 from ckaudit.header import DTYPE_BITS
-from ckaudit.naming import natural_key
+from ckaudit.naming import natural_key, printable
 from ckaudit.plan import Failure, NameFate, Parameter, Plan
 
 
@@ -127,10 +127,10 @@ def on_files(
 
 
 def stack_of(name: str) -> str:
-    """The path before the first number of `name`, or its first segment: what is told together when nothing else explains it."""
+    """The path before the first number of `name`, empty where there is none: what shares it is told together."""
     segments = name.split(".")
     number = next((i for i, s in enumerate(segments) if s.isdecimal()), 0)
-    return ".".join(segments[:number]) or segments[0]
+    return ".".join(segments[:number])
 
 
 def by_stack(names: Iterable[str]) -> dict[str, list[str]]:
@@ -139,3 +139,13 @@ def by_stack(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         groups.setdefault(stack_of(name), []).append(name)
     return groups
+
+
+def many(count: int, word: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def under(stack: str) -> str:
+    """` under `model.layers``, or nothing for what stands in no stack."""
+    return f" under `{printable(stack)}`" if stack else ""

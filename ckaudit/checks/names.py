@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckaudit.checks.case import Case, by_stack
+from ckaudit.checks.case import Case, by_stack, many, under
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import Nearest, fold, printable
 
@@ -56,7 +56,8 @@ def harmless(case: Case) -> Iterator[Finding]:
     absent = [g for g in case.gaps if HARMLESS.search(g)]
     if extra:
         yield case.finding(
-            SILENT, f"{len(extra)} stored tensors are tables that the engine computes; leaving them out loses nothing.", names=extra,
+            SILENT,
+            f"{many(len(extra), 'stored tensor')} hold tables that the engine computes; leaving them out loses nothing.", names=extra,
             severity="note", blame="checkpoint",
         )  # fmt: skip
     case.take(extra, absent)
@@ -81,7 +82,8 @@ def collisions(case: Case) -> Iterator[Finding]:
         if set(names) & {n for f in case.on_files for n in f.names if f.check in ("CK212", "CK214")}:
             continue
         yield case.finding(
-            COLLISION, f"{len(pairs)} parameters are given two tensors each: `{printable(lost)}` and `{printable(kept)}` both become "
+            COLLISION,
+            f"{many(len(pairs), 'parameter')} would get two tensors each: `{printable(lost)}` and `{printable(kept)}` both become "
             f"`{printable(parameter)}`, and the second wins.",
             names=names, mend="Keep one of each pair, or give this engine rules that keep the two trees apart.",
             wanted="one tensor", found=f"{printable(lost)} and {printable(kept)}",
@@ -106,7 +108,9 @@ def silent(case: Case) -> Iterator[Finding]:
             how = "by a rule" if fate == "dropped" else "without a word"
             beside = _quantised_biases(case, names)
             yield case.finding(
-                SILENT, f"{len(names)} tensors under `{printable(stack)}` are {fate} {how}: {_listed(names)}.", names=names,
+                SILENT,
+                f"{many(len(names), 'tensor')}{under(stack)} {'is' if len(names) == 1 else 'are'} {fate} {how}: {_listed(names)}.",
+                names=names,
                 severity="warning" if len(beside) == len(names) else "error",
                 mend=_cure(case, names) or ("Some quantisers write zero biases for layers that have none: drop those." if beside else ""),
             )  # fmt: skip
@@ -133,7 +137,8 @@ def likely_renames(case: Case) -> Iterator[Finding]:
     for stack, names in by_stack(pairs).items():
         example = names[0]
         yield case.finding(
-            UNMATCHED, f"{len(names)} tensors under `{printable(stack)}` have no parameter, and as many parameters like them no tensor: "
+            UNMATCHED,
+            f"{many(len(names), 'tensor')}{under(stack)} without a parameter, and as many parameters like them without a tensor: "
             f"{_listed(names)}.",
             names=names, mend=_cure(case, names) or f"Rename `{printable(example)}` to `{printable(pairs[example])}`"
             + (" and the others alike." if len(names) > 1 else "."),
@@ -157,7 +162,7 @@ def unmatched(case: Case) -> Iterator[Finding]:
         near = finder.find(fate.into or fate.name)
         asked = f", looked up as `{printable(fate.into)}`" if fate.into and fate.into != fate.name else ""
         yield case.finding(
-            UNMATCHED, f"{len(group)} tensors under `{printable(stack)}` have no parameter: {_listed(group)}{asked}.", names=group,
+            UNMATCHED, f"{many(len(group), 'tensor')}{under(stack)} without a parameter: {_listed(group)}{asked}.", names=group,
             mend=_cure(case, group) or "Take them out, or name the class that has them in `architectures`.",
             wanted=f"nearest: {printable(near)}" if near else "no such parameter", found=printable(fate.into or fate.name),
         )  # fmt: skip
@@ -170,7 +175,7 @@ def missing(case: Case) -> Iterator[Finding]:
     for stack, group in by_stack(gaps).items():
         elsewhere = case.loads_elsewhere(())
         yield case.finding(
-            MISSING, f"{len(group)} parameters under `{printable(stack)}` are in no tensor and stay as initialised: {_listed(group)}.",
+            MISSING, f"{many(len(group), 'parameter')}{under(stack)} not in any tensor, so left as initialised: {_listed(group)}.",
             parameters=group, blame="engine" if elsewhere else "checkpoint",
             mend=f"Use {elsewhere.id}, which loads the checkpoint whole." if elsewhere else "Take them from the source of this checkpoint.",
             wanted=printable(group[0]), found="nothing stored",
@@ -185,7 +190,7 @@ def partly(case: Case) -> Iterator[Finding]:
         first = case.gaps[group[0]]
         share = f"{first.share:.0%}" if first.share is not None else "a part"
         yield case.finding(
-            PARTLY, f"{len(group)} parameters under `{printable(stack)}` are written only in part ({share} of `{printable(first.name)}`).",
+            PARTLY, f"{many(len(group), 'parameter')}{under(stack)} written only in part ({share} of `{printable(first.name)}`).",
             parameters=group, mend="Look for the missing parts (q, k, v; gate, up; single experts) in the source of this checkpoint.",
             wanted="all elements", found=f"{share} from {len(first.sources)} tensors",
         )  # fmt: skip
@@ -217,7 +222,7 @@ def raises(case: Case) -> Iterator[Finding]:
     if case.not_reached and case.plan.error is None:
         names = set(case.not_reached)
         yield case.finding(
-            SILENT, f"{len(names)} tensors are never asked for by the loader: {_listed(names)}.", names=names
+            SILENT, f"{many(len(names), 'tensor')} never asked for by the loader: {_listed(names)}.", names=names
         )
     case.take(case.not_reached)
 

@@ -6,13 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import ADAPTER, Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
 from ckaudit.renames import Inferred, Rename, infer_rename
 
-WRONG = Check("CK209", "wrong prefix or wrapper in the names", "error")
+WRONG = Check("CK209", "wrong prefix or segment in the names", "error")
 REPEATED = Check("CK213", "repeated path segment", "warning")
 UNMERGED = Check("CK216", "unmerged adapter inside a full model", "error")
 CHECKS = (WRONG, REPEATED, UNMERGED)
@@ -53,7 +53,7 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, str]) -> Finding:
     mend = f"{mend[0].upper()}{mend[1:]}: then all {len(names)} are found."
     if case.plan.engine == "transformers":
         mend += (
-            f' For one load: from_pretrained(…, key_mapping={{r"{printable(pattern)}": "{printable(replacement)}"}}).'
+            f' For one load: from_pretrained(…, key_mapping={{"{printable(pattern)}": "{printable(replacement)}"}}).'
         )
     elsewhere = case.loads_elsewhere(names)
     if elsewhere is not None:
@@ -61,7 +61,7 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, str]) -> Finding:
     asked = "" if seen[stray] == stray else f" (looked up as `{printable(stray)}`)"
     finding = case.finding(
         WRONG,
-        f"{len(names)} tensors reach no parameter and {lacking} parameters get none, for one reason: "
+        f"{many(len(names), 'tensor')} without a parameter and {many(lacking, 'parameter')} without a tensor, for one reason: "
         f"`{printable(seen[stray])}`{asked} would have to be `{printable(right)}`.",
         names=names, blame="engine" if elsewhere else "checkpoint", mend=mend, wanted=printable(right), found=printable(stray),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckaudit.checks.case import Case
+from ckaudit.checks.facts import shape
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
 from ckaudit.plan import NameFate, Step
@@ -52,7 +53,7 @@ def _spoiling(chain: tuple[Step, ...], targets: set[str]) -> tuple[Check, int] |
 
 def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Finding:
     names = [fate.name for fate, _ in members]
-    fate, i = members[0]
+    fate, i = _example(members)
     step = fate.chain[i]
     first = next((j for j in range(i) if fate.chain[j].at == step.at), i)
     texts = [fate.chain[first].before, *(s.after or "" for s in fate.chain[first : i + 1])]
@@ -67,7 +68,11 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
         INSIDE.id: f"the rule `{key}` matches inside a longer name",
     }[check.id]
     shards = {s.shard for f, j in members for s in f.chain[:j] if s.shard} - {step.shard}
-    lost = f"; the shard id {' and '.join(sorted(shards))} becomes {step.shard}" if shards and step.shard else ""
+    lost = (
+        f"; shard id {' and '.join(sorted(shards))} {'becomes' if len(shards) == 1 else 'become'} {step.shard}"
+        if shards and step.shard
+        else ""
+    )
     right = {_full(f.chain[j].at, f.chain[j].before) for f, j in members}
     elsewhere = case.loads_elsewhere(names)
     mend = f"Use {elsewhere.id}, which loads them; or l" if elsewhere else "L"
@@ -78,6 +83,13 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
     )  # fmt: skip
     case.take(names, right)
     return finding
+
+
+def _example(members: list[tuple[NameFate, int]]) -> tuple[NameFate, int]:
+    """A weight to show, the same one on every run: of the last kind by name, in the first layer."""
+    weights = [m for m in members if m[0].name.endswith("weight")] or members
+    last = max(shape(f.name) for f, _ in weights)
+    return next(m for m in weights if shape(m[0].name) == last)
 
 
 def _full(at: str, local: str) -> str:

@@ -6,12 +6,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ckaudit.checks.case import Case, by_stack, on_files
+from ckaudit.checks.case import Case, by_stack, many, on_files, under
 from ckaudit.checks.config import CONTRADICTION
-from ckaudit.checks.facts import Facts
+from ckaudit.checks.facts import Facts, shape
 from ckaudit.findings import Check, Finding
 from ckaudit.header import DTYPE_BITS
-from ckaudit.naming import fold, printable
+from ckaudit.naming import fold
 from ckaudit.plan import Mismatch
 
 SHAPE = Check("CK301", "shape that does not fit its parameter", "error")
@@ -30,22 +30,30 @@ def shapes(case: Case) -> Iterator[Finding]:
     for difference, members in groups.items():
         names = [n for m in members for n in m.names]
         parameters = [m.parameter for m in members]
-        key = _key(case.facts, difference)
+        key = None if _others_fit(case, names) else _key(case.facts, difference)
         first = members[0]
         lines = ", ".join(f"`{line}`" for line in fold(names or parameters)[:3])
         if key is not None and isinstance(difference[0], tuple):
             wanted, found = difference[0]
             yield case.finding(
-                CONTRADICTION, f"The config says {key}: {wanted}, and {len(members)} tensors have {found} there: {lines}.", names=names,
+                CONTRADICTION,
+                f"The config says {key}: {wanted}, and {many(len(members), 'tensor')} have {found} there: {lines}.", names=names,
                 parameters=parameters, blame="config" if len(members) > 1 else "undecidable",
                 mend=f"Set {key} to {found} if the tensors are right.", wanted=str(wanted), found=str(found),
             )  # fmt: skip
         else:
             yield case.finding(
-                SHAPE, f"{len(members)} tensors do not fit their parameters, {first.wanted} wanted and {first.found} stored: {lines}.",
+                SHAPE,
+                f"{many(len(members), 'tensor')} of a shape that does not fit, {first.wanted} wanted and {first.found} stored: {lines}.",
                 names=names, parameters=parameters, wanted=first.wanted, found=first.found,
             )  # fmt: skip
         case.take(names, parameters)
+
+
+def _others_fit(case: Case, names: list[str]) -> bool:
+    """Whether the same tensor of another layer fits: then the config is not to blame."""
+    wrong = {n for m in case.plan.mismatches for n in m.names}
+    return any(other not in wrong for n in names for other in case.facts.shapes.get(shape(n), ()))
 
 
 def _numbers(text: str) -> list[int]:
@@ -79,7 +87,7 @@ def casts(case: Case) -> Iterator[Finding]:
     for (wanted, found), group in groups.items():
         names = [n for m in group for n in m.names]
         yield case.finding(
-            DTYPE, f"{len(names)} tensors are stored as {found} and loaded as {wanted}: their values are cast, not dequantised.",
+            DTYPE, f"{many(len(names), 'tensor')} stored as {found} and loaded as {wanted}: values are cast, not dequantised.",
             names=names, mend="Declare the quantisation in config.json, or store a floating dtype.", wanted=wanted, found=found,
         )  # fmt: skip
         case.take(names, [m.parameter for m in group])
@@ -95,7 +103,7 @@ def read_in_part(case: Case) -> Iterator[Finding]:
     for stack, names in by_stack(part).items():
         share = part[names[0]] or 0
         yield case.finding(
-            IN_PART, f"Only {share:.0%} of {len(names)} tensors under `{printable(stack)}` is used; the rest is dropped.", names=names,
+            IN_PART, f"Only {share:.0%} of {many(len(names), 'tensor')}{under(stack)} is used; the rest is dropped.", names=names,
             blame="config", mend="Compare the sizes in the config with these tensors.", wanted="all elements", found=f"{share:.0%}",
         )  # fmt: skip
 

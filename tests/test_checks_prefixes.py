@@ -1,0 +1,133 @@
+"""CK209, CK213, CK216: prefixes, wrappers, repeats, adapters left in the names."""
+
+import re
+
+import pytest
+
+from tests.toy import checkpoint, findings, llama, only, plan, told
+
+LLAMA = llama()
+
+
+def wrap(segment: str) -> list[str]:
+    return [re.sub(r"(layers\.\d+)\.", rf"\1.{segment}.", n) for n in LLAMA]
+
+
+class TestWrongPrefix:
+    @pytest.mark.parametrize(
+        "prefix", ["_orig_mod.", "module.", "base_model.model.", "model.", "llm.", "some.trainer."]
+    )
+    def test_a_prefix_on_every_name_is_one_finding(self, prefix: str) -> None:
+        source = checkpoint([prefix + n for n in LLAMA])
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == (
+            "CK209",
+            "error",
+            "checkpoint",
+            len(LLAMA),
+        )
+        assert finding.mend.startswith(f"Strip the prefix `{prefix}`")
+        assert finding.bytes == 8 * len(LLAMA)  # every tensor is BF16 [2, 2]
+
+    def test_the_lost_root_of_a_bare_backbone(self) -> None:
+        # saved as the backbone, loaded as the model with a head; the head is tied, so nothing else is wrong
+        source = checkpoint([n.removeprefix("model.") for n in LLAMA if n != "lm_head.weight"])
+        finding = only(source, plan(source, LLAMA, by_design={"lm_head.weight": "tied"}))
+        assert (finding.check, finding.count) == ("CK209", len(LLAMA) - 1)
+        assert finding.mend.startswith("Add the prefix `model.`")
+
+    def test_a_wrapper_inside_the_path(self) -> None:
+        source = checkpoint(wrap("_fsdp_wrapped_module"))
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.count) == ("CK209", 36)  # 4 layers of 9; the other three names are right
+        assert "`_fsdp_wrapped_module.`" in finding.mend
+
+    def test_two_parts_with_two_prefixes_are_two_findings(self) -> None:
+        vision = [f"visual.blocks.{i}.attn.{p}.weight" for i in range(3) for p in ("qkv", "proj")]
+        source = checkpoint([*LLAMA, *vision])
+        model = [n.replace("model.", "model.language_model.") for n in LLAMA] + [f"model.{n}" for n in vision]
+        found = told(source, plan(source, model))
+        # lm_head is right as it is
+        assert sorted(found) == [("CK209", "error", "checkpoint", 6), ("CK209", "error", "checkpoint", len(LLAMA) - 1)]
+
+    def test_it_is_the_engines_fault_when_another_release_loads_the_same_names(self) -> None:
+        source = checkpoint(LLAMA)
+        wrong = plan(source, LLAMA, lambda n: n.replace("model.", "language_model.model."), id="toy==2", raises=True)
+        finding = only(source, wrong, plan(source, LLAMA, id="toy==1"))
+        assert (finding.check, finding.blame, finding.engine) == ("CK209", "engine", "toy==2")
+        assert "toy==1" in finding.mend
+
+    def test_right_names_are_left_alone(self) -> None:
+        source = checkpoint(LLAMA)
+        assert findings(source, plan(source, LLAMA)) == []
+
+    def test_foreign_tensors_are_no_wrong_prefix(self) -> None:
+        source = checkpoint([*LLAMA, "gene_projector.proj.weight"])
+        assert only(source, plan(source, LLAMA)).check == "CK203"
+
+    @pytest.mark.parametrize("segment", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+    def test_known_wrappers_are_told_without_an_engine(self, segment: str) -> None:
+        for names in ([f"{segment}.{n}" for n in LLAMA], wrap(segment)):
+            assert only(checkpoint(names)).check == "CK209"
+
+    def test_a_module_called_module_inside_the_path_is_no_wrapper(self) -> None:
+        assert findings(checkpoint(wrap("module"))) == []
+
+
+class TestRepeated:
+    def test_an_engine_that_forgives_a_doubled_prefix(self) -> None:
+        source = checkpoint([f"model.{n}" if n.startswith("model.") else n for n in LLAMA])
+        finding = only(source, plan(source, LLAMA, lambda n: n.replace("model.model.", "model.")))
+        assert (finding.check, finding.severity, finding.count) == ("CK213", "warning", len(LLAMA) - 1)
+
+    def test_a_model_whose_own_tree_repeats_is_left_alone(self) -> None:
+        names = [n.replace("model.", "model.encoder.model.model.") for n in LLAMA]
+        source = checkpoint(names)
+        assert findings(source, plan(source, names)) == []
+        assert findings(source) == []
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("model.", "model.language_model.language_model.language_model."),
+            (".self_attn.", ".self_attn.mla.mla.mla.mla."),
+        ],
+    )
+    def test_three_times_is_told_from_the_files(self, old: str, new: str) -> None:
+        assert {t[0] for t in told(checkpoint([n.replace(old, new) for n in LLAMA]))} == {"CK213"}
+
+    def test_a_repeated_layer_path_is_told_from_the_files(self) -> None:
+        names = [re.sub(r"(model\.layers\.\d+\.)", r"\1\1", n) for n in LLAMA]
+        assert "CK213" in {t[0] for t in told(checkpoint(names))}
+
+    def test_experts_of_the_same_number_as_their_layer_repeat_nothing(self) -> None:
+        names = [
+            f"layers.{i}.experts.{j}.{p}.weight" for i in range(4) for j in range(4) for p in ("gate_proj", "up_proj")
+        ]
+        assert findings(checkpoint(names)) == []
+
+
+class TestUnmerged:
+    def adapted(self) -> list[str]:
+        names = [n.replace("q_proj.weight", "q_proj.base_layer.weight") for n in LLAMA]
+        return names + [f"model.layers.{i}.self_attn.q_proj.lora_{x}.default.weight" for i in range(4) for x in "AB"]
+
+    def test_one_finding_for_the_adapter_and_the_weights_it_moved(self) -> None:
+        source = checkpoint(self.adapted())
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.severity, finding.count) == (
+            "CK216",
+            "error",
+            12,
+        )  # 4 layers: base_layer, lora_A, lora_B
+        assert "merge_and_unload" in finding.mend
+        assert told(source) == [("CK216", "error", "checkpoint", 12)]
+
+    def test_an_adapter_repo_is_no_full_model(self) -> None:
+        names = [f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{x}.weight" for i in range(4) for x in "AB"]
+        source = checkpoint(names, None, {"adapter_config.json": b'{"peft_type": "LORA"}'})
+        assert not [f for f in findings(source) if f.check in ("CK216", "CK209")]
+
+    def test_an_engine_that_knows_the_adapter_is_believed(self) -> None:
+        source = checkpoint(self.adapted())
+        assert findings(source, plan(source, self.adapted())) == []
