@@ -7,6 +7,7 @@ tensors that the model then holds (a parameter may have been replaced, or pointe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from ckaudit.engines.vllm.trace import Leaf, Lost, Tally, Tracer
 from ckaudit.engines.vllm.values import NoValues, Values
 
 Read = Callable[[str], bytes]
+
+_FRAMES = 12  # how far up a write looks for the loader that says which shard it is
 
 
 class ParameterCoverage(NamedTuple):
@@ -77,6 +80,8 @@ class Provenance(TorchDispatchMode):
         self._scalars: dict[Any, tuple[str, ...]] = {}
         self._tracer = Tracer()
         self._values = Values(self._record, read)
+        self.shards: dict[str, str] = {}
+        """By checkpoint tensor: the part of a fused parameter that the loader says it is (`q`, `0`, `expert 3 w1`)."""
         self._hooks: AbstractContextManager[None] = nullcontext()
 
     # -- what is watched
@@ -186,6 +191,24 @@ class Provenance(TorchDispatchMode):
             self._scalars[value] = names
         return value
 
+    @property
+    def looked_at(self) -> tuple[str, ...]:
+        """Checkpoint tensors whose real bytes the loader looked at."""
+        return tuple(self._values.looked_at)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The checkpoint tensor that this tensor is a view of, or was made of alone."""
+        record = self._records.get(tensor.untyped_storage()._cdata)
+        if record is None or record.kind == "parameter":
+            return None
+        names = self._tracer.names(record, len(record.log))
+        return names[0] if len(names) == 1 else None
+
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
+        """The parameter that this tensor is a view of."""
+        record = self._records.get(tensor.untyped_storage()._cdata)
+        return record.name if record is not None and record.kind == "parameter" else None
+
     def listed(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._values.of(tensor)
 
@@ -228,8 +251,30 @@ class Provenance(TorchDispatchMode):
         cast = self._cast(dest, sources) if found else None
         at = (place, *(s.at for s in found)) if mode == "copy" else (place,)
         piece = Piece(shape, at)
+        if record.kind == "parameter":
+            self._note_shard(found)
         if all(piece.sizes):
             record.log.append(Write(mode, tidy(piece), tuple(found), cast))
+
+    def _note_shard(self, sources: Sequence[Source]) -> None:
+        """Which part of a fused parameter the loader says it is writing: the shard and expert ids of the frames that do it."""
+        name = next((s.record.name for s in sources if s.record.kind == "tensor"), None)
+        if name is None or name in self.shards:
+            return
+        frame: Any = sys._getframe(1)
+        shard = expert = None
+        for _ in range(_FRAMES):
+            frame = frame.f_back
+            if frame is None or name in self.shards:
+                break
+            local = frame.f_locals if "weight_loader" in frame.f_code.co_name or "load" in frame.f_code.co_name else {}
+            shard = shard if shard is not None else local.get("loaded_shard_id", local.get("shard_id"))
+            expert = expert if expert is not None else local.get("expert_id")
+        if isinstance(shard, str | int | tuple):
+            text = f"{shard[0]}-{shard[-1]}" if isinstance(shard, tuple) and shard else str(shard)
+            self.shards[name] = f"expert {expert} {text}" if isinstance(expert, int) else text
+        elif isinstance(expert, int):
+            self.shards[name] = f"expert {expert}"
 
     def _cast(self, dest: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[str, str] | None:
         for tensor in sources:

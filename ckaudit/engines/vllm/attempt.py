@@ -1,0 +1,199 @@
+"""One load of one checkpoint by the release's own loader, on a fresh model, and everything that could be seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.vllm import platform, stubs
+from ckaudit.engines.vllm.files import Shards
+from ckaudit.engines.vllm.provenance import Provenance, Result
+from ckaudit.engines.vllm.rulewatch import RuleWatch
+from ckaudit.engines.vllm.values import NoValues
+
+
+class Raised(NamedTuple):
+    """How a load ended: the exception, the checkpoint tensors and the parameter in its frames (innermost first), and why it says nothing
+    about the checkpoint, where it does not."""
+
+    error: BaseException
+    names: tuple[str, ...]
+    parameter: str | None
+    finished: bool
+    """Whether every weight had been taken: the start-up check raised."""
+    excuse: str | None
+
+
+class Attempt(NamedTuple):
+    """What one load showed."""
+
+    architecture: str
+    raised: Raised | None
+    result: Result
+    yielded: tuple[str, ...]
+    claimed: frozenset[str] | None
+    rules: RuleWatch
+    shards: dict[str, str]
+    layout: dict[str, tuple[tuple[int, ...], str, bool]]
+    """Shape, dtype and whether it is a buffer, of each parameter by name."""
+    looked_at: tuple[str, ...]
+
+
+def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes]) -> Attempt:
+    """Build the model that `config` asks for and run the release's loader on `tensors`. Raises what construction raises."""
+    model = build(config)
+    observer = Provenance(read)
+    layout = {}
+    for name, tensor, buffer in held(model):
+        observer.watch(name, tensor)
+        layout[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
+    order: list[str] = []
+
+    def give(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+        order.append(spec.name)
+        return observer.yielded(spec.name, tensor)
+
+    paths = {id(m): path for path, m in model.named_modules()}
+    rules = RuleWatch(_mapper_class(), observer.name_of, lambda module: paths.get(id(module)))
+    claims: list[Any] = []
+    raised = None
+    try:
+        with _reading(Shards(tensors, folder, give)), _claiming(model, claims), rules.active():
+            _load(config, model, observer)
+    except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
+        raised = _raised(error, observer, started=bool(order), finished=bool(claims))
+    parameters = [(name, tensor) for name, tensor, _ in held(model)]
+    return Attempt(type(model).__name__, raised, observer.result(parameters), tuple(order),
+                   frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
+                   observer.looked_at)  # fmt: skip
+
+
+def build(config: Any) -> Any:
+    """The model on `meta`, as `BaseModelLoader.load_model` constructs it."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with ExitStack() as stack:
+        stack.enter_context(_default_dtype(config.model_config.dtype))
+        stack.enter_context(stubs.building())
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(platform.on_meta())
+        model = initialize_model(config)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "meta":
+            _to_meta(model, name, tensor)
+    return model
+
+
+def _to_meta(model: Any, name: str, tensor: torch.Tensor) -> None:
+    owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+        new.__dict__.update(tensor.__dict__)
+        owner._parameters[leaf] = new
+    else:
+        owner._buffers[leaf] = tensor.to("meta")
+
+
+def held(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Parameters and persistent buffers of a model by name (a tied one by its first), and whether each is a buffer."""
+    for name, tensor in model.named_parameters():
+        yield name, tensor, False
+    for path, module in model.named_modules():
+        for leaf, tensor in module._buffers.items():
+            if tensor is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, tensor, True
+
+
+def _load(config: Any, model: Any, observer: Provenance) -> None:
+    """The release's loader for this load format, weights only: what comes after (`process_weights_after_loading`) is out of scope."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader = get_model_loader(config.load_config)
+    with _default_dtype(config.model_config.dtype), torch.no_grad(), platform.on_meta(), observer:
+        loader.load_weights(model, config.model_config)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+@contextmanager
+def _reading(shards: Shards) -> Iterator[None]:
+    """The release's file iterators open `shards` instead of files."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    real = weight_utils.safe_open
+    weight_utils.safe_open = shards.open
+    try:
+        yield
+    finally:
+        weight_utils.safe_open = real
+
+
+@contextmanager
+def _claiming(model: Any, claims: list[Any]) -> Iterator[None]:
+    """Keep what the model's `load_weights` returns: the names that it says it has loaded."""
+    real = model.load_weights
+
+    def load_weights(weights: Any) -> Any:
+        out = real(weights)
+        claims.append(None if out is None else set(out))
+        return out
+
+    model.load_weights = load_weights
+    try:
+        yield
+    finally:
+        del model.load_weights
+
+
+def _mapper_class() -> Any:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    return WeightsMapper
+
+
+def _raised(error: BaseException, observer: Provenance, *, started: bool, finished: bool) -> Raised:
+    names: dict[str, None] = {}
+    parameter = None
+    for frame in _frames(error.__traceback__):
+        for value in list(frame.f_locals.values()):
+            if not isinstance(value, torch.Tensor) or value.device.type != "meta":
+                continue
+            name, into = observer.name_of(value), observer.parameter_of(value)
+            if name is not None:
+                names[name] = None
+            parameter = parameter or into
+    excuse = None
+    if isinstance(error, NoValues):
+        excuse = f"the loader looks at values: {error}"
+    elif not started:
+        excuse = f"{type(error).__name__} before the first weight was read: {error}"
+    else:
+        found = stubs.touched(error)
+        excuse = f"{found} ({type(error).__name__}: {error})" if found else None
+    return Raised(error, () if finished else tuple(names), parameter, finished, excuse)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[Any]:
+    """The frames of a traceback, innermost first, without those of ckaudit and of torch."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if not str(frame.f_globals.get("__name__", "")).startswith(("ckaudit.", "torch.")):
+            yield frame
+

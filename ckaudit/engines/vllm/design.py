@@ -1,0 +1,53 @@
+"""What is meant to be so: tensors that a release leaves out on purpose, and parameters that need no tensor. Each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckaudit.engines.vllm.provenance import ParameterCoverage
+
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.(inv_freq|cos_cached|sin_cached)$|\.(attn\.)?masked_bias$")
+_KV_SCALE = re.compile(r"\.(attn|attention|mla_attn|self_attn)?\.?(_?[qkv]|prob)(_scale|_zero_point)$|_[qkv]_scale$")
+_DRAFT = re.compile(r"(^|\.)(mtp|mtp_block|nextn|eagle|medusa)[._]")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        if isinstance(config.get(key), dict):
+            return {**config, **config[key]}
+    return config
+
+
+def name_by_design(name: str, config: Mapping[str, Any]) -> str | None:
+    """Why a checkpoint tensor that reached no parameter is meant not to; None if it is a loss."""
+    held = _text_config(config)
+    if _COMPUTED.search(name):
+        return "computed: the engine makes it from the config"
+    if name.endswith(("lm_head.weight", "embed_out.weight")) and held.get("tie_word_embeddings", config.get("tie_word_embeddings")):
+        return "tied: the config ties the head to the input embedding"
+    if _DRAFT.search(name):
+        return "draft model: multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"
+    layers = held.get("num_hidden_layers")
+    found = _LAYER.search(name)
+    if found and isinstance(layers, int) and held.get("num_nextn_predict_layers") and int(found[1]) >= layers:
+        return "draft model: multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"
+    if name.endswith(".num_batches_tracked"):
+        return "metadata: a counter of training"
+    return None
+
+
+def parameter_by_design(name: str, seen: ParameterCoverage, buffer: bool, config: Mapping[str, Any]) -> str | None:
+    """Why a parameter that was not filled from the checkpoint is meant not to be; None if it is a loss."""
+    del config
+    if seen.elements == 0:
+        return "empty: it holds no data"
+    if seen.loaded and seen.loaded + seen.constant >= seen.elements and not seen.lost:
+        return "padding: the loader fills the rest with a constant"
+    if _KV_SCALE.search(name):
+        return "default-valued: a scale of the KV cache that few checkpoints carry"
+    if buffer and not seen.sources:
+        return "computed: a buffer that the engine fills itself"
+    return None

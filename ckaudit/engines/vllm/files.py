@@ -1,0 +1,135 @@
+"""The checkpoint as a folder that a release can read: its small files as they are, its shards as headers over a hole.
+
+A shard is a sparse file with a true header and no data, so the release's own choice of files, its globs, sizes and indices all work;
+`Shards` stands in for `safe_open` and gives tensors without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import torch
+
+from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.transformers.classes import lay_out
+from ckaudit.header import DTYPE_BITS
+
+TORCH_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
+    "U32": "uint32", "F32": "float32", "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+"""safetensors dtype name to torch's, as `safetensors.torch` reads them; F6 types have none."""
+
+SAFETENSORS = {v: k for k, v in TORCH_DTYPES.items()}
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The torch dtype of a safetensors dtype name; None where torch has none."""
+    found = getattr(torch, TORCH_DTYPES.get(name or "", "?"), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def unreadable(tensors: Collection[TensorSpec]) -> list[str]:
+    """Names of tensors of a type that torch has not, in order."""
+    return [t.name for t in tensors if t.dtype is not None and dtype_of(t.dtype) is None]
+
+
+def write_folder(texts: dict[str, bytes], tensors: Collection[TensorSpec], folder: Path, *, code: bool) -> None:
+    """Lay the checkpoint out under `folder`. Paths that lead out of it are left out, as no loader could follow them."""
+    lay_out(texts, folder, code=code)
+    shards: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors:
+        shards.setdefault(tensor.shard, []).append(tensor)
+    for name, held in shards.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
+            continue
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sparse(target, held)
+
+
+def _sparse(path: Path, tensors: list[TensorSpec]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        count = 1
+        for n in tensor.shape or ():
+            count *= n
+        start, end = end, end + (count * DTYPE_BITS.get(tensor.dtype or "", 8) + 7) // 8
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
+    data = msgspec.json.encode(header)
+    data += b" " * (-len(data) % 8)
+    with path.open("wb") as file:
+        file.write(len(data).to_bytes(8, "little") + data)
+        file.truncate(8 + len(data) + end)
+
+
+class Shards:
+    """`safe_open` for a release: the names of a shard in safetensors' order (sorted), and tensors without data for them."""
+
+    def __init__(self, tensors: Collection[TensorSpec], folder: Path,
+                 give: Callable[[TensorSpec, torch.Tensor], torch.Tensor]) -> None:  # fmt: skip
+        self._folder = folder.resolve()
+        self._give = give
+        self._held: dict[str, dict[str, TensorSpec]] = {}
+        for tensor in tensors:
+            self._held.setdefault(tensor.shard, {})[tensor.name] = tensor
+
+    def open(self, filename: str | Path, framework: str = "pt", device: Any = "cpu", **_: Any) -> _Shard:
+        """As `safetensors.safe_open`. Raises FileNotFoundError for a file that is not of this checkpoint."""
+        del framework, device
+        path = Path(filename).resolve()
+        shard = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(filename)
+        if shard not in self._held:
+            raise FileNotFoundError(f"No such file or directory: {filename}")
+        return _Shard(self._held[shard], self._give)
+
+
+class _Shard:
+    def __init__(self, held: dict[str, TensorSpec], give: Callable[[TensorSpec, torch.Tensor], torch.Tensor]) -> None:
+        self._held, self._give = held, give
+
+    def __enter__(self) -> _Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return sorted(self._held)
+
+    def offset_keys(self) -> list[str]:
+        return list(self._held)
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        spec = self._held[name]
+        return self._give(spec, torch.empty(spec.shape or (), dtype=dtype_of(spec.dtype), device="meta"))
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self, name)
+
+
+class _Slice:
+    """`get_slice`: indexing gives a part of the tensor, its shape and type are known without it."""
+
+    def __init__(self, shard: _Shard, name: str) -> None:
+        self._shard, self._name = shard, name
+        self._spec = shard._held[name]
+
+    def get_shape(self) -> list[int]:
+        return list(self._spec.shape or ())
+
+    def get_dtype(self) -> str:
+        return self._spec.dtype or ""
+
+    def __getitem__(self, item: Any) -> torch.Tensor:
+        return self._shard.get_tensor(self._name)[item]

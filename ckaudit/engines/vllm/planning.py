@@ -1,0 +1,197 @@
+"""What the loads of one checkpoint showed, as a Plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.vllm.attempt import Attempt, Raised
+from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
+from ckaudit.engines.vllm.faults import Fault, Story
+from ckaudit.engines.vllm.files import SAFETENSORS
+from ckaudit.engines.vllm.provenance import ParameterCoverage
+from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan
+
+_MESSAGE = 400
+
+
+def message(error: BaseException) -> str:
+    """The loader's own words, on one line, cut where it lists every parameter of the model."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MESSAGE else text[: _MESSAGE - 1] + "…"
+
+
+def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> Plan:
+    """`plan` with what was seen."""
+    last = story.last
+    errors = [fault.raised for fault in story.faults]
+    if last.raised is not None and last.raised.excuse is None:
+        errors.append(last.raised)
+    not_judged = plan.not_judged
+    if last.raised is not None and last.raised.excuse is not None and not story.faults:
+        not_judged = last.raised.excuse
+    parameters = tuple(
+        p
+        for p in (_parameter(n, c, last, config) for n, c in last.result.parameters.items())
+        if not (p.buffer and p.coverage == "none" and p.by_design)  # what no checkpoint is asked for is not worth a row
+    )
+    return msgspec.structs.replace(
+        plan,
+        architecture=last.architecture,
+        not_judged=not_judged,
+        error=message(errors[0].error) if errors else None,
+        failures=tuple(_failures(story)),
+        names=tuple(_names(story, tensors, config)),
+        parameters=parameters,
+        collisions=_collisions(last),
+        mismatches=(*_shape_mismatches(story), *_casts(last)),
+        rules=last.rules.hits(plan.release),
+        notes=tuple(_notes(story)),
+    )
+
+
+def _failures(story: Story) -> list[Failure]:
+    out = [
+        Failure(message(f.raised.error), (*f.names, *f.assumed), f.raised.parameter) for f in story.faults
+    ]
+    raised = story.last.raised
+    if raised is not None and raised.excuse is None and not story.faults:
+        out.append(Failure(message(raised.error), raised.names, raised.parameter))
+    return out
+
+
+def _names(story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> list[NameFate]:
+    aside = {name: fault for fault in story.faults for name in (*fault.names, *fault.assumed)}
+    lost = {name: parameter for parameter, c in story.last.result.parameters.items() for x in c.lost for name in x.lost}
+    return [_name(t.name, story.last, aside.get(t.name), lost, config) for t in tensors]
+
+
+def _name(name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]) -> NameFate:
+    chain = tuple(last.rules.chains.get(name, ()))
+    shard = last.shards.get(name) or next((s.shard for s in reversed(chain) if s.shard), None)
+    if fault is not None:
+        fate: Fate = "not_reached" if is_shape_fault(fault.raised) else "unmatched"
+        return NameFate(name, fate, _looked_up(fault, name), shard=shard, read=0.0, chain=chain)
+    coverage = last.result.tensors.get(name)
+    if coverage is None:
+        reached = last.raised is None or last.raised.finished
+        fate = "ignored" if reached else "not_reached"
+        reason = name_by_design(name, config) if reached else None
+        return NameFate(name, fate, read=0.0, by_design=reason, chain=chain)
+    if coverage.into and (coverage.read is None or coverage.read > 0):
+        share = None if coverage.read is None else coverage.read / max(coverage.elements, 1)
+        return NameFate(name, "loaded", coverage.into[0], coverage.into[1:], shard, share, chain=chain)
+    if coverage.elements == 0:
+        return NameFate(name, "loaded", read=1.0, chain=chain)
+    if name in last.looked_at:
+        return NameFate(name, "loaded", read=1.0, chain=chain)
+    if name in last.rules.dropped:
+        return NameFate(name, "dropped", read=0.0, by_design=name_by_design(name, config), chain=chain)
+    return NameFate(name, "ignored", lost.get(name), shard=shard, read=0.0, by_design=name_by_design(name, config), chain=chain)
+
+
+def _looked_up(fault: Fault, name: str) -> str | None:
+    """The name that was looked up: what a KeyError names, or the first quoted name of the message; the parameter of a shape fault."""
+    if is_shape_fault(fault.raised):
+        return fault.raised.parameter
+    if name not in fault.names:
+        return None
+    error = fault.raised.error
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        return error.args[0]
+    quoted = re.search(r"named '([^']+)'|weight '([^']+)'", str(error))
+    return next((g for g in quoted.groups() if g), None) if quoted else None
+
+
+def is_shape_fault(raised: Raised) -> bool:
+    """Whether the loader had the parameter in hand and the tensor did not fit."""
+    return raised.parameter is not None and isinstance(raised.error, AssertionError | RuntimeError | ValueError | IndexError)
+
+
+def _shape_mismatches(story: Story) -> list[Mismatch]:
+    out = []
+    for fault in story.faults:
+        parameter = fault.raised.parameter
+        if parameter is None or not is_shape_fault(fault.raised):
+            continue
+        wanted = story.last.layout.get(parameter)
+        out.append(Mismatch("shape", parameter, (*fault.names, *fault.assumed), str(list(wanted[0])) if wanted else "",
+                            _found_shape(fault, story)))  # fmt: skip
+    return out
+
+
+def _found_shape(fault: Fault, story: Story) -> str:
+    shape = story.shapes.get(fault.names[0]) if fault.names else None
+    return str(list(shape)) if shape is not None else ""
+
+
+def _parameter(name: str, seen: ParameterCoverage, last: Attempt, config: Mapping[str, Any]) -> Parameter:
+    shape, dtype, buffer = last.layout.get(name, ((), "", False))
+    whole = max(seen.elements, 1)
+    if seen.unknown and seen.loaded < seen.elements:
+        coverage, share = "unknown", None
+    elif seen.loaded >= seen.elements:
+        coverage, share = "full", 1.0
+    else:
+        coverage, share = ("partial" if seen.loaded else "none"), seen.loaded / whole
+    reason = None
+    if coverage in ("partial", "none"):
+        reason = parameter_by_design(name, seen, buffer, config)
+    return Parameter(name, coverage, tuple(shape), SAFETENSORS.get(dtype, dtype), share, seen.sources, reason, buffer)  # type: ignore[arg-type]
+
+
+def _collisions(last: Attempt) -> tuple[Collision, ...]:
+    out: dict[Collision, None] = {}
+    for name, coverage in last.result.parameters.items():
+        for lost in coverage.lost:
+            if lost.kept:
+                out[Collision(name, lost.kept[-1], lost.lost)] = None
+    return tuple(out)
+
+
+def _casts(last: Attempt) -> list[Mismatch]:
+    def text(dtype: str) -> str:
+        return SAFETENSORS.get(dtype, dtype)
+
+    return [
+        Mismatch("dtype", name, (source,), text(to), text(was))
+        for name, coverage in last.result.parameters.items()
+        for source, was, to in coverage.casts
+    ]
+
+
+def _notes(story: Story) -> list[Note]:
+    last = story.last
+    notes = []
+    if last.claimed is not None:
+        full = {n for n, c in last.result.parameters.items() if c.loaded >= c.elements}
+        none = {n for n, c in last.result.parameters.items() if c.elements and not c.loaded and not c.constant and not c.unknown}
+        parameters = {n for n, (_, _, buffer) in last.layout.items() if not buffer}
+        unclaimed = sorted((full & parameters) - last.claimed)
+        if unclaimed:
+            notes.append(Note("claims-too-little", "the loader does not say that it loaded these, though every element was written", tuple(unclaimed)))
+        invented = sorted(none & last.claimed)
+        if invented:
+            notes.append(Note("claims-too-much", "the loader says that it loaded these, though nothing was written", tuple(invented)))
+    wide = {s: n for n, c in last.result.parameters.items() for s in c.broadcast}
+    if wide:
+        notes.append(Note("broadcast", "one tensor was spread over more elements than it has", tuple(sorted(wide))))
+    if last.looked_at:
+        notes.append(Note("values", "the loader looked at the values of these, so their bytes were read", last.looked_at))
+    assumed = tuple(n for f in story.faults for n in f.assumed)
+    if assumed:
+        notes.append(Note("assumed", "set aside with a sibling that the loader refused, not tried one by one", assumed))
+    raised = last.raised
+    if raised is not None and story.faults and raised.excuse is None:
+        notes.append(Note("afterwards", f"without the tensors set aside: {message(raised.error)}"))
+    if story.stopped:
+        notes.append(Note("stopped", story.stopped))
+    return notes
+
+
+__all__ = ["fill", "message", "torch"]
