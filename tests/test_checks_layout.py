@@ -1,0 +1,135 @@
+"""CK210, CK211, CK212, CK219: numbered stacks."""
+
+import pytest
+
+from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, told
+
+LLAMA = llama(6)
+
+
+def without(names: list[str], *parts: str) -> list[str]:
+    return [n for n in names if not any(p in n for p in parts)]
+
+
+class TestLayers:
+    def test_a_hole_is_told_from_the_files(self) -> None:
+        finding = only(checkpoint(without(LLAMA, "layers.2.", "layers.3.")))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK210", "error", "checkpoint", 2)
+        assert finding.names == ("model.layers.2", "model.layers.3")
+
+    def test_with_an_engine_it_stays_one_finding(self) -> None:
+        source = checkpoint(without(LLAMA, "layers.2.", "layers.3."))
+        assert told(source, plan(source, LLAMA)) == [("CK210", "error", "checkpoint", 2)]
+
+    def test_lost_layers_at_the_end_are_told_by_the_engine(self) -> None:
+        source = checkpoint(without(LLAMA, "layers.4.", "layers.5."), CONFIG | {"num_hidden_layers": 6})
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.blame, finding.count) == ("CK210", "checkpoint", 18)  # 2 layers of 9 parameters
+        assert "num_hidden_layers: 6" in finding.message
+        assert "layers 4,5" in finding.message
+
+    def test_lost_layers_at_the_end_without_an_engine(self) -> None:
+        source = checkpoint(without(LLAMA, "layers.4.", "layers.5."), CONFIG | {"num_hidden_layers": 6})
+        assert told(source) == [("CK401", "error", "undecidable", 2)]
+
+    def test_an_engine_that_loads_all_disproves_a_hole(self) -> None:
+        # layers without weights are possible
+        names = without(LLAMA, "layers.2.")
+        source = checkpoint(names)
+        assert findings(source, plan(source, names)) == []
+
+    def test_a_sequential_skips_what_has_no_weights(self) -> None:
+        names = [f"projector.{i}.{p}" for i in (0, 1, 3) for p in ("weight", "bias")]
+        assert findings(checkpoint([*LLAMA, *names])) == []
+
+    def test_equal_steps_are_a_pattern_not_a_loss(self) -> None:
+        assert findings(checkpoint(without(LLAMA, "layers.1.", "layers.3.", "layers.5."))) == []
+
+    def test_layers_of_two_kinds_are_no_hole(self) -> None:
+        hybrid = [n.replace("self_attn", "linear_attn") if "layers.3." in n else n for n in LLAMA]
+        assert findings(checkpoint(without(hybrid, "layers.5.self_attn.v_proj"))) == []
+
+
+def experts(layers: range = range(3), count: int = 4) -> list[str]:
+    return [
+        f"model.layers.{i}.mlp.experts.{j}.{p}_proj.weight"
+        for i in layers
+        for j in range(count)
+        for p in ("gate", "up", "down")
+    ]
+
+
+def fused(name: str) -> str:
+    """Where a loader that stacks experts puts a tensor."""
+    head, found, tail = name.partition(".experts.")
+    return f"{head}.experts.{tail.partition('.')[2].removesuffix('.weight')}" if found and tail[0].isdecimal() else name
+
+
+class TestExperts:
+    def test_all_there(self) -> None:
+        source = checkpoint(experts())
+        assert findings(source) == []
+        assert findings(source, plan(source, set(map(fused, experts())), fused)) == []
+
+    @pytest.mark.parametrize(
+        ("lost", "names"),
+        [
+            ("layers.1.mlp.experts.2.", ("model.layers.1.mlp.experts.2",)),
+            ("layers.1.mlp.experts.3.", ("model.layers.1.mlp.experts.3",)),  # the last: seen beside the other layers
+            ("layers.1.mlp.experts.2.up_proj", ("model.layers.1.mlp.experts.2.up_proj",)),
+        ],
+    )
+    def test_a_gap_that_a_stacking_loader_accepts(self, lost: str, names: tuple[str, ...]) -> None:
+        source = checkpoint(without(experts(), lost))
+        finding = only(source, plan(source, set(map(fused, experts())), fused))
+        assert (finding.check, finding.severity, finding.names) == ("CK211", "error", names)
+
+    def test_a_renumbered_expert(self) -> None:
+        source = checkpoint([n.replace("experts.3.", "experts.7.") for n in experts()])
+        finding = only(source)
+        assert (finding.check, finding.count) == ("CK211", 12)  # experts 3, 4, 5 and 6 of three layers
+
+    def test_pruned_alike_in_every_layer_with_the_config(self) -> None:
+        source = checkpoint(experts(count=3), CONFIG | {"num_experts": 3})
+        assert findings(source) == []
+
+    def test_pruned_without_the_config(self) -> None:
+        finding = only(checkpoint(experts(count=3), CONFIG | {"num_experts": 4}))
+        assert (finding.check, finding.blame, finding.wanted, finding.found) == ("CK401", "config", "4", "3")
+
+    def test_some_experts_quantised_and_some_not(self) -> None:
+        names = [n.replace("weight", "weight_packed") if "experts.0." in n else n for n in experts()]
+        scales = [n.replace("weight_packed", "weight_scale") for n in names if "packed" in n]
+        assert not [f for f in findings(checkpoint(names + scales)) if f.check == "CK211"]
+
+    def test_both_layouts_in_one_module(self) -> None:
+        both = [*experts(), "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+        finding = only(checkpoint(both))
+        assert (finding.check, finding.severity, finding.count) == ("CK212", "error", 2)
+
+    def test_one_layout_in_a_module_and_the_other_in_the_next(self) -> None:
+        # the draft block keeps its experts one by one
+        names = [f"model.layers.{i}.mlp.experts.{p}" for i in range(3) for p in ("gate_up_proj", "down_proj")]
+        mtp = [n.replace("model.layers", "mtp.layers") for n in experts(range(1))]
+        assert findings(checkpoint([*names, *mtp])) == []
+
+    def test_a_router_beside_the_experts(self) -> None:
+        names = [*experts(), *(f"model.layers.{i}.mlp.experts.gate.weight" for i in range(3))]
+        assert findings(checkpoint(names)) == []
+
+
+class TestDraft:
+    def test_announced_and_absent_is_a_note(self) -> None:
+        assert told(checkpoint(LLAMA, CONFIG | {"num_nextn_predict_layers": 1})) == [("CK219", "note", "config", 0)]
+
+    @pytest.mark.parametrize("extra", ["mtp.layers.0.self_attn.q_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"])
+    def test_announced_and_stored(self, extra: str) -> None:
+        assert findings(checkpoint([*LLAMA, extra], CONFIG | {"num_nextn_predict_layers": 1})) == []
+
+    def test_stored_as_the_layer_after_the_last(self) -> None:
+        assert findings(checkpoint(LLAMA, CONFIG | {"num_hidden_layers": 5, "num_nextn_predict_layers": 1})) == []
+
+    def test_left_out_by_design_is_a_note(self) -> None:
+        extra = "mtp.layers.0.self_attn.q_proj.weight"
+        source = checkpoint([*LLAMA, extra])
+        assert told(source, plan(source, LLAMA, by_design={extra: "draft model"})) == [("CK219", "note", "engine", 1)]
