@@ -18,7 +18,7 @@ def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete
             break
         at = end
     else:
-        if at == data_size or (data_size is None and at <= MAX_SIZE):
+        if at == data_size or (data_size is None and at * 8 <= MAX_SIZE):
             return []
     return [*_sizes_wrong(tensors), *_places_wrong(tensors, data_size, complete=complete)]
 
