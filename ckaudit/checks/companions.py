@@ -40,7 +40,7 @@ def _scheme(name: str, methods: str, marker: str, *needs: str, usual: str = "") 
     )  # fmt: skip
 
 
-_FP8_SCALE = "weight_scale|weight_scale_inv|scale|qscale_weight|weight_scale_2|scale_weight"
+_FP8_SCALE = "weight_scale|weight_scale_inv|scale|qscale_weight|scale_weight"
 SCHEMES = (
     _scheme("GPTQ or AWQ", "gptq awq gptq_marlin awq_marlin auto-round auto_round", "qweight", "scales", usual="qzeros g_idx"),
     _scheme(
@@ -57,7 +57,7 @@ SCHEMES = (
     _scheme("FP8", "fp8 fbgemm_fp8 compressed-tensors modelopt quark", "weight:F8_.*", _FP8_SCALE),
     _scheme("int8", "compressed-tensors bitsandbytes modelopt quark w8a8_int8 ascend", "weight:I8", f"SCB|{_FP8_SCALE}|deq_scale"),
     _scheme("MLX", "mlx", "weight:U32|biases", "scales", usual="biases"),
-    _scheme("packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax"),
+    _scheme("packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax", usual="weight_scale_2"),
 )  # fmt: skip
 """In the order in which a module is recognised. Facts: transformers 5.24.0 `quantizers/`, compressed-tensors
 `compressors/`, AutoGPTQ, AutoAWQ, mlx `nn/layers/quantized.py`."""
@@ -237,19 +237,25 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
     if rest:
         entry = ignored_by(declared(case.facts), split(rest[0])[0])
         why = f" (the ignore list's {printable(entry)} matches them)" if entry else ""
+        gaps = _same_modules(case, rest)
         yield case.finding(
             SCHEME,
             f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {_listed(rest)}.",
             names=rest, blame="config" if entry else None if case.loads_elsewhere(rest) else "engine",
             mend="Take the entry out of the ignore list." if entry else "", wanted="modules built for this scheme", found="modules without",
         )  # fmt: skip
-        case.take(rest, _same_modules(case, rest))
+        case.take(rest, gaps)
 
 
 def _same_modules(case: Case, names: Iterable[str]) -> list[str]:
-    """Gaps in the modules of these tensors, under the names the engine knows them by."""
-    modules = {split(case.strays[n].into or n)[0] for n in names if n in case.strays} | {split(n)[0] for n in names}
-    return [g for g in case.gaps if split(g)[0] in modules]
+    """Gaps in the modules of these tensors, under the names the engine knows them by; for experts, in the stack they would join."""
+    modules: set[str] = set()
+    for name in names:
+        for known in (name, case.strays[name].into if name in case.strays else None):
+            if known is not None:
+                head, experts, _ = known.partition(".experts.")
+                modules |= {split(known)[0], f"{head}.experts"} if experts else {split(known)[0]}
+    return [g for g in case.gaps if split(g)[0] in modules or g.rpartition(".")[0] in modules]
 
 
 def ignored_by(config: dict[str, Any], module: str) -> str | None:

@@ -1,0 +1,242 @@
+"""CK304, CK305, CK307: quantised weights, their companions, and the config."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.toy import CONFIG, checkpoint, findings, only, plan, told
+
+Leaves = Mapping[str, tuple[str, list[int]]]
+W: tuple[str, list[int]] = ("BF16", [4, 4])
+
+SCHEMES: dict[str, tuple[dict[str, object], Leaves]] = {
+    "gptq": (
+        {"quant_method": "gptq"},
+        {"qweight": ("I32", [1, 4]), "qzeros": ("I32", [1, 1]), "scales": ("F16", [1, 4]), "g_idx": ("I32", [4])},
+    ),
+    "awq": ({"quant_method": "awq"}, {"qweight": ("I32", [4, 1]), "qzeros": ("I32", [1, 1]), "scales": ("F16", [1, 4])}),
+    "packed": (
+        {"quant_method": "compressed-tensors"},
+        {"weight_packed": ("I32", [4, 1]), "weight_scale": ("BF16", [4, 1]), "weight_shape": ("I64", [2])},
+    ),
+    "nvfp4": (
+        {"quant_method": "compressed-tensors"},
+        {
+            "weight_packed": ("U8", [4, 2]), "weight_scale": ("F8_E4M3", [4, 1]), "weight_global_scale": ("F32", [1]),
+            "input_global_scale": ("F32", [1]),
+        },
+    ),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt"},
+        {"weight": ("U8", [4, 2]), "weight_scale": ("F8_E4M3", [4, 1]), "weight_scale_2": ("F32", []), "input_scale": ("F32", [])},
+    ),
+    "fp8 block": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"weight": ("F8_E4M3", [4, 4]), "weight_scale_inv": ("F32", [1, 1])},
+    ),
+    "fp8 tensor": (
+        {"quant_method": "compressed-tensors"},
+        {"weight": ("F8_E4M3", [4, 4]), "weight_scale": ("F32", [1]), "input_scale": ("F32", [1])},
+    ),
+    "fp8 scale": ({"quant_method": "fp8"}, {"weight": ("F8_E4M3", [4, 4]), "scale": ("F8_E8M0", [1, 1])}),
+    "bnb 4-bit": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {
+            "weight": ("U8", [8, 1]), "weight.absmax": ("U8", [1]), "weight.quant_map": ("F32", [16]), "weight.nested_absmax": ("F32", [1]),
+            "weight.nested_quant_map": ("F32", [256]), "weight.quant_state.bitsandbytes__nf4": ("U8", [90]),
+        },
+    ),
+    "bnb 8-bit": ({"quant_method": "bitsandbytes"}, {"weight": ("I8", [4, 4]), "SCB": ("F32", [4]), "weight_format": ("U8", [])}),
+    "mlx": ({"quant_method": "mlx"}, {"weight": ("U32", [4, 1]), "scales": ("BF16", [4, 1]), "biases": ("BF16", [4, 1])}),
+    "bitnet": ({"quant_method": "bitnet"}, {"weight": ("U8", [1, 4]), "weight_scale": ("BF16", [1])}),
+    "quanto": (
+        {"quant_method": "quanto"},
+        {"weight._data": ("I8", [4, 4]), "weight._scale": ("F32", [4, 1]), "input_scale": ("F32", []), "output_scale": ("F32", [])},
+    ),
+}  # fmt: skip
+LINEARS = [f"model.layers.{i}.{leaf}" for i in range(8) for leaf in ("self_attn.o_proj", "mlp.down_proj")]
+
+
+def quantised(leaves: Leaves, lacking: str = "", at: str = "") -> dict[str, tuple[str, list[int]]]:
+    """Every linear layer with these leaves, a norm beside them; `lacking` names a leaf that the module `at` (or all) does not have."""
+    tensors = {
+        f"{m}.{leaf}": spec
+        for m in LINEARS
+        for leaf, spec in leaves.items()
+        if not (leaf == lacking and m.startswith(at))
+    }
+    return tensors | {f"model.layers.{i}.input_layernorm.weight": ("BF16", [4]) for i in range(8)}
+
+
+def config(method: dict[str, object]) -> dict[str, object]:
+    return CONFIG | (
+        {"quantization": {"bits": 4}} if method["quant_method"] == "mlx" else {"quantization_config": method}
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+class TestEveryScheme:
+    def test_whole_and_declared_is_clean(self, name: str) -> None:
+        method, leaves = SCHEMES[name]
+        assert findings(checkpoint(quantised(leaves), config(method))) == []
+
+    def test_undeclared_is_told_once(self, name: str) -> None:
+        finding = only(checkpoint(quantised(SCHEMES[name][1])))
+        assert (finding.check, finding.severity, finding.blame) == ("CK305", "error", "config")
+        assert finding.count == len(LINEARS) * len(SCHEMES[name][1])
+
+    def test_one_module_without_a_companion(self, name: str) -> None:
+        method, leaves = SCHEMES[name]
+        optional = {"input_scale", "input_global_scale", "output_scale", "weight_format"}
+        for leaf in leaves.keys() - optional - {"weight", "qweight", "weight_packed", "weight._data"}:
+            finding = only(checkpoint(quantised(leaves, leaf, LINEARS[3]), config(method)))
+            assert (finding.check, finding.severity, finding.blame, finding.count) == (
+                "CK304",
+                "error",
+                "checkpoint",
+                1,
+            ), leaf
+            assert finding.names[0].startswith(f"{LINEARS[3]}.{leaf.split('.bitsandbytes')[0]}")
+
+
+class TestCompanions:
+    def test_every_scale_of_a_declared_fp8_lost(self) -> None:
+        # the scales never reached the shards: no module has one to compare with, but the config says fp8
+        method, leaves = SCHEMES["fp8 block"]
+        finding = only(checkpoint(quantised(leaves, "weight_scale_inv"), config(method)))
+        assert (finding.check, finding.count) == ("CK304", len(LINEARS))
+
+    def test_fp8_that_is_only_a_storage_type(self) -> None:
+        assert findings(checkpoint(quantised({"weight": ("F8_E4M3", [4, 4])}))) == []
+
+    def test_a_zero_size_marker(self) -> None:
+        assert findings(checkpoint({"scaled_fp8": ("F8_E4M3", [0]), "norm.weight": ("BF16", [4])})) == []
+
+    def test_a_scale_without_its_weight(self) -> None:
+        method, leaves = SCHEMES["packed"]
+        found = told(checkpoint(quantised(leaves, "weight_packed", LINEARS[3]), config(method)))
+        assert found == [("CK304", "error", "checkpoint", 2)]  # its scale and its shape are left alone
+
+    def test_fused_experts_in_mxfp4(self) -> None:
+        blocks = {
+            f"model.layers.{i}.mlp.experts.{p}_blocks": ("U8", [2, 4, 1, 16])
+            for i in range(3)
+            for p in ("gate_up_proj", "down_proj")
+        }
+        scales = {n.replace("_blocks", "_scales"): ("U8", [2, 4, 1]) for n in blocks}
+        bias = {n.replace("_blocks", "_bias"): ("BF16", [2, 4]) for n in blocks}
+        declared = config({"quant_method": "mxfp4"})
+        assert findings(checkpoint(blocks | scales | bias, declared)) == []
+        scales.pop("model.layers.1.mlp.experts.down_proj_scales")
+        finding = only(checkpoint(blocks | scales | bias, declared))
+        assert (finding.check, finding.names) == ("CK304", ("model.layers.1.mlp.experts.down_proj_scales",))
+
+    def test_a_layer_scale_is_no_companion(self) -> None:
+        names = [
+            f"blocks.{i}.{p}"
+            for i in range(4)
+            for p in ("ls1.scale", "attn.logit_scale", "norm.weight", "attn.qkv.weight")
+        ]
+        assert findings(checkpoint(names)) == []
+
+    def test_plain_layers_beside_quantised_ones(self) -> None:
+        method, leaves = SCHEMES["bnb 4-bit"]
+        dense = {"model.layers.0.mlp.up_proj.weight": W, "lm_head.weight": W}
+        assert findings(checkpoint(quantised(leaves) | dense, config(method))) == []
+
+
+class TestScheme:
+    def test_declared_in_another_file(self) -> None:
+        method = {"hf_quant_config.json": b'{"quantization": {"quant_algo": "FP8"}}'}
+        finding = only(checkpoint(quantised(SCHEMES["fp8 tensor"][1]), files=method))
+        assert (finding.check, finding.blame) == ("CK305", "config")
+        assert "hf_quant_config.json" in finding.message
+
+    def test_declared_and_nothing_is(self) -> None:
+        finding = only(checkpoint({f"{m}.weight": W for m in LINEARS}, config({"quant_method": "gptq"})))
+        assert (finding.check, finding.blame) == ("CK305", "config")
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            {"quant_method": "compressed-tensors", "format": "dense"},
+            {"quant_method": "new"},
+        ],
+    )
+    def test_plain_weights_that_may_be_quantised_on_loading(self, method: dict[str, object]) -> None:
+        assert findings(checkpoint({f"{m}.weight": W for m in LINEARS}, config(method))) == []
+
+    def test_declared_as_another(self) -> None:
+        finding = only(checkpoint(quantised(SCHEMES["gptq"][1]), config({"quant_method": "bitsandbytes"})))
+        assert (finding.check, finding.found) == ("CK305", "GPTQ or AWQ")
+
+    def test_declared_in_the_text_part(self) -> None:
+        inner = CONFIG | {"text_config": {"quantization_config": {"quant_method": "gptq"}}}
+        assert findings(checkpoint(quantised(SCHEMES["gptq"][1]), inner)) == []
+
+
+class TestEngine:
+    def test_modules_that_the_engine_builds_unquantised(self) -> None:
+        method, leaves = SCHEMES["gptq"]
+        source = checkpoint(quantised(leaves), config(method))
+        model = {f"{m}.weight" for m in LINEARS} | {n for n in source.tensors if "norm" in n}
+        finding = only(source, plan(source, model, raises=True))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == (
+            "CK305",
+            "error",
+            "engine",
+            4 * len(LINEARS),
+        )
+
+    def test_an_entry_of_the_ignore_list_that_matches_too_much(self) -> None:
+        method, leaves = SCHEMES["packed"]
+        source = checkpoint(quantised(leaves), config(method | {"ignore": ["re:.*down_proj"]}))
+        model = {n for n in source.tensors if "down_proj" not in n} | {
+            f"{m}.weight" for m in LINEARS if "down_proj" in m
+        }
+        finding = only(source, plan(source, model))
+        assert (finding.check, finding.blame) == ("CK305", "config")
+        assert "re:.*down_proj" in finding.message
+
+    def test_experts_one_by_one_in_a_model_that_stacks_them(self) -> None:
+        leaves = SCHEMES["packed"][1]
+        tensors = {
+            f"model.layers.{i}.experts.{j}.up_proj.{leaf}": s
+            for i in range(3)
+            for j in range(4)
+            for leaf, s in leaves.items()
+        }
+        source = checkpoint(tensors, config(SCHEMES["packed"][0]))
+        finding = only(source, plan(source, [f"model.layers.{i}.experts.up_proj" for i in range(3)]))
+        assert (finding.check, finding.count) == ("CK305", 36)
+
+    def test_scales_of_the_cache_that_are_dropped(self) -> None:
+        method, leaves = SCHEMES["fp8 tensor"]
+        cache: Leaves = {f"model.layers.{i}.self_attn.{x}_scale": ("F32", []) for i in range(8) for x in "kv"}
+        tensors = quantised(leaves)
+        source = checkpoint({**tensors, **cache}, config(method))
+        assert told(source, plan(source, list(tensors))) == [("CK305", "warning", "checkpoint", 16)]
+        assert findings(source, plan(source, list(source.tensors))) == []
+
+
+class TestIgnoreList:
+    def entries(self, ignore: list[str]) -> list[tuple[str, str, str, int]]:
+        method, leaves = SCHEMES["packed"]
+        dense = {f"vision_tower.layers.{i}.{p}.weight": W for i in range(3) for p in ("fc1", "fc2")}
+        return told(checkpoint(quantised(leaves) | dense, config(method | {"ignore": ignore})))
+
+    def test_names_of_another_release(self) -> None:
+        wrong = [f"model.visual.layers.{i}.{p}" for i in range(3) for p in ("fc1", "fc2")]
+        assert self.entries(wrong) == [("CK307", "warning", "config", 6)]
+
+    def test_a_wrapper_at_the_end(self) -> None:
+        wrong = [f"vision_tower.layers.{i}.{p}.linear" for i in range(3) for p in ("fc1", "fc2")]
+        assert self.entries(wrong) == [("CK307", "warning", "config", 6)]
+
+    @pytest.mark.parametrize(
+        "ignore",
+        [["lm_head"], ["re:vision_tower.*"], ["vision_tower"], ["vision_tower.layers.0.fc1", "model.mtp.fc"], []],
+    )
+    def test_entries_that_match_or_are_for_what_is_not_stored(self, ignore: list[str]) -> None:
+        assert self.entries(ignore) == []
