@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckaudit.checkpoint import Checkpoint
-from ckaudit.checks import companions, config, container, layout, names, prefixes, rewrites, tensors, ties
+from ckaudit.checks import (
+    behaviour,
+    companions,
+    config,
+    container,
+    layout,
+    names,
+    prefixes,
+    rewrites,
+    rules,
+    tensors,
+    ties,
+    values,
+)
 from ckaudit.checks.case import Case, Explain
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Check, Finding, Skip
@@ -22,7 +35,7 @@ CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
-            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS,
+            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
         ),
         key=lambda c: c.id,
     )
