@@ -185,14 +185,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
         1 comes before 3. Usage errors and crashes (2) never make a Report.
         """
-        worst = self.worst
-        if worst is not None and self.fail_on != "never" and SEVERITIES.index(worst) <= SEVERITIES.index(self.fail_on):
+        if fails(self.findings, self.fail_on):
             return 1
         unjudged = set(self.summary.not_judged)
         nothing_judged = len(unjudged) == len(self.plans)
         if not self.allow_not_judged and (nothing_judged or self.requested & unjudged):
             return 3
         return 0
+
+
+def fails(findings: Iterable[Finding], fail_on: FailOn) -> bool:
+    """Whether a finding that stands is at or above `fail_on`."""
+    if fail_on == "never":
+        return False
+    bad = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+    return any(f.severity in bad and f.suppressed_by is None for f in findings)
 
 
 def ordered(findings: Iterable[Finding], engines: Sequence[str]) -> tuple[Finding, ...]:

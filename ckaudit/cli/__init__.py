@@ -15,6 +15,7 @@ from ckaudit.cli.checks import checks
 from ckaudit.cli.explain import explain
 from ckaudit.cli.guard import guarded
 from ckaudit.cli.names import names
+from ckaudit.cli.rules import rules
 
 EXIT_CODES = """Exit codes: 0 judged, nothing at or above --fail-on; 1 findings; 2 usage or environment error, or a crash of ckaudit itself;
 3 something asked for could not be judged."""
@@ -31,6 +32,7 @@ app = typer.Typer(
 
 for command in (names, explain, checks):
     app.command()(guarded(command))
+app.add_typer(rules, name="rules")
 
 
 def _version(asked: bool) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ckaudit.findings import Report
 from ckaudit.report.terminal.findings import findings, skips
-from ckaudit.report.terminal.layout import SEVERITIES, many, safe, short, size, text
+from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
 from ckaudit.report.terminal.verdicts import details, verdicts
 
 _EXITS = {
@@ -68,18 +68,10 @@ def _header(report: Report) -> Iterator[RenderableType]:
 def _summary(report: Report) -> Text:
     s = report.summary
     code = report.exit_code
-    line = Text()
-    for count, word, severity in (
-        (s.errors, "error", "error"),
-        (s.warnings, "warning", "warning"),
-        (s.notes, "note", "note"),
-    ):
-        line.append(many(count, word), style=SEVERITIES[severity][1] if count else "dim").append(" · ", style="dim")
-    line.append(f"{s.skips:,} not judged", style="bold magenta" if s.skips else "dim")
+    line = counts(s.errors, s.warnings, s.notes, s.skips)
     if s.suppressed:
         line.append(f" · {s.suppressed:,} suppressed", style="dim")
     meaning = _EXITS[code] if code == 3 else f"{_EXITS[code]} {report.fail_on}"
     if code == 0 and report.fail_on == "never":
         meaning = "findings never fail"
-    line.append(f"  exit {code}: {meaning}", style="dim")
-    return line
+    return line.append(f"  exit {code}: {meaning}", style="dim")

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ckaudit.findings import Finding, Report
+from ckaudit.findings import Finding, Report, Skip
 from ckaudit.plan import NameFate, Plan, Step
 from ckaudit.report.terminal.layout import SEVERITIES, clip, folded, grid, label, many, prose, safe, size
 
 
 def findings(report: Report, *, verbose: bool) -> Iterator[RenderableType]:
+    """Every standing finding, and with `verbose` the suppressed ones."""
     plans = {p.id: p for p in report.plans}
     tensors = {n.name for p in report.plans for n in p.names} | report.sizes.keys()
-    for engines, finding in _same_cause(report.findings if verbose else report.standing):
+    yield from listing(report.findings if verbose else report.standing, plans, tensors, verbose=verbose)
+
+
+def listing(
+    found: Sequence[Finding], plans: Mapping[str, Plan], tensors: Set[str], *, verbose: bool
+) -> Iterator[RenderableType]:
+    """Findings one below the other; `plans` by engine id and the names of `tensors` say more of them."""
+    for engines, finding in _same_cause(found):
         yield ""
         yield from _finding(finding, engines, plans, tensors, verbose=verbose)
 
@@ -34,7 +42,7 @@ def _same_cause(findings: Sequence[Finding]) -> list[tuple[list[str], Finding]]:
 
 
 def _finding(
-    finding: Finding, engines: Sequence[str], plans: dict[str, Plan], tensors: set[str], *, verbose: bool
+    finding: Finding, engines: Sequence[str], plans: Mapping[str, Plan], tensors: Set[str], *, verbose: bool
 ) -> Iterator[RenderableType]:
     mark, style = SEVERITIES[finding.severity]
     head = Text(f"{mark} {finding.check} {safe(finding.title)}", style=style)
@@ -60,7 +68,7 @@ def _finding(
     yield Padding(table, (0, 0, 0, 2))
 
 
-def _amount(finding: Finding, plans: dict[str, Plan], tensors: set[str]) -> str:
+def _amount(finding: Finding, plans: Mapping[str, Plan], tensors: Set[str]) -> str:
     """`4 tensors, 1.2 MB`: how much is concerned, told by what the names are."""
     first = finding.names[0]
     plan = plans.get(finding.engine or "")
@@ -99,9 +107,13 @@ def _rule(step: Step) -> str:
 
 def skips(report: Report) -> Iterator[RenderableType]:
     """What was not judged: the reason, then the checks that it leaves open."""
-    told = {p.id: p.not_judged for p in report.plans}
+    yield from unjudged(report.skips, {p.id: p.not_judged for p in report.plans})
+
+
+def unjudged(skipped: Sequence[Skip], told: Mapping[str, str | None]) -> Iterator[RenderableType]:
+    """The skips by reason; one that is `told` with its engine's verdict is not told again."""
     reasons: dict[tuple[str | None, str], list[str]] = {}
-    for skip in report.skips:
+    for skip in skipped:
         reasons.setdefault((skip.engine, skip.reason), []).append(skip.check)
     if reasons:
         yield ""

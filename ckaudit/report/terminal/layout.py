@@ -94,6 +94,14 @@ def prose(value: str, style: str = "") -> Text:
     return Text(printable(value).replace(r"\\", "\\"), style, overflow="fold")
 
 
+def counts(errors: int, warnings: int, notes: int, skips: int) -> Text:
+    """`1 error · 0 warnings · 0 notes · 2 not judged`, what is zero dimmed."""
+    line = Text()
+    for count, severity in ((errors, "error"), (warnings, "warning"), (notes, "note")):
+        line.append(many(count, severity), style=SEVERITIES[severity][1] if count else "dim").append(" · ", style="dim")
+    return line.append(f"{skips:,} not judged", style="bold magenta" if skips else "dim")
+
+
 def many(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
