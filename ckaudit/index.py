@@ -6,6 +6,7 @@ Format, as transformers, diffusers and vLLM read it: `{"metadata": {"total_size"
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from ckaudit.header import MAX_DEFECTS, Defect
 
 _CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_WEIGHT_MAP = re.compile(rb'"weight_map"\s*:\s*(?=\{)')
 _STR = msgspec.json.Decoder(str)
 _MAP = msgspec.json.Decoder(dict[str, str])
 
@@ -39,19 +41,25 @@ def parse(path: str, data: bytes) -> Index:
         defects.append(Defect("index-json", None, "JSON", "a byte order mark before it"))
         data = data[3:]
     fields: dict[str, bytes] = {}
+    at = None
     try:
         for member in jsonscan.members(data):
             key = _text(member.key)
             if key in fields:
                 defects.append(Defect("index-form", key, f"{key} once", "twice"))
             if key is not None:
-                fields.setdefault(key, member.value)
+                fields[key] = member.value
+            if key == "weight_map":
+                at = member.at
     except jsonscan.Broken as broken:
-        defects.append(_not_json(data, broken))
-    weight_map, faults = _weight_map(fields.get("weight_map"))
-    defects += faults
-    metadata, faults = _metadata(fields.get("metadata"))
-    defects += faults
+        defects.append(_not_json(data, broken.at, broken.reason))
+        mark = _WEIGHT_MAP.search(data)
+        at = mark.end() if mark else None
+        fields.pop("weight_map", None)
+    weight_map, faults = _weight_map(data, at, fields.get("weight_map"))
+    metadata, more = _metadata(fields.get("metadata"))
+    cut = any(fault.code == "index-json" for fault in defects)  # then what lacks is told by that alone
+    defects += [fault for fault in (*faults, *more) if not cut or fault.code in ("index-duplicate", "shard-name")]
     total = metadata.get("total_size")
     if isinstance(total, float) and total.is_integer():
         total = int(total)
@@ -71,16 +79,18 @@ def conflict(data: bytes) -> str | None:
     return f"a merge conflict that was never resolved, marker on line {line}"
 
 
-def _not_json(data: bytes, broken: jsonscan.Broken) -> Defect:
-    line = data.count(b"\n", 0, broken.at) + 1
-    found = conflict(data) or sniff.not_json(data) or f"{broken.reason} at byte {broken.at}, line {line}"
-    return Defect("index-json", None, "JSON", found)
+def _not_json(data: bytes, at: int, reason: str) -> Defect:
+    line = data.count(b"\n", 0, at) + 1
+    return Defect(
+        "index-json", None, "JSON", conflict(data) or sniff.not_json(data) or f"{reason} at byte {at}, line {line}"
+    )
 
 
-def _weight_map(raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:
-    if raw is None:
+def _weight_map(data: bytes, at: int | None, raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:
+    """The pairs of the object at `at`, whole as `raw` or, where the index breaks, as far as it goes."""
+    if at is None:
         return {}, [Defect("index-form", "weight_map", "an object of tensor names and files", "none")]
-    names, defects = _string_pairs(raw)
+    names, defects = _string_pairs(data, at, raw)
     if not names and not defects:
         defects.append(Defect("index-empty", "weight_map", "tensor names", "an empty weight_map"))
     plain = {file: not_plain(file) for file in set(names.values())}
@@ -93,17 +103,17 @@ def _weight_map(raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:
     return names, defects
 
 
-def _string_pairs(raw: bytes) -> tuple[dict[str, str], list[Defect]]:
-    try:
-        pairs = _MAP.decode(raw)
-        if jsonscan.count_strings(raw) == 2 * len(pairs):
+def _string_pairs(data: bytes, at: int, raw: bytes | None) -> tuple[dict[str, str], list[Defect]]:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pairs = _MAP.decode(raw or b"")
+        if jsonscan.count_strings(raw or b"") == 2 * len(pairs):
             return pairs, []
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
     names: dict[str, str] = {}
     defects: list[Defect] = []
+    if data[at : at + 1] != b"{":
+        return {}, [Defect("index-form", "weight_map", "an object of names and files", jsonscan.excerpt(raw or b""))]
     try:
-        for member in jsonscan.members(raw):
+        for member in jsonscan.members(data if raw is None else raw, at if raw is None else 0):
             key, value = _text(member.key), _text(member.value)
             if key is None or value is None:
                 found = f"{jsonscan.excerpt(member.key)}: {jsonscan.excerpt(member.value)}"
@@ -115,8 +125,8 @@ def _string_pairs(raw: bytes) -> tuple[dict[str, str], list[Defect]]:
             names[key] = value
             if len(defects) > MAX_DEFECTS:
                 break
-    except jsonscan.Broken:
-        defects.append(Defect("index-form", "weight_map", "an object of names and files", jsonscan.excerpt(raw)))
+    except jsonscan.Broken as broken:
+        defects.append(_not_json(data, broken.at + (0 if raw is None else at), broken.reason))
     return names, defects
 
 

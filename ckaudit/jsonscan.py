@@ -39,7 +39,7 @@ class Broken(Exception):  # noqa: N818 - a fact about the input, always caught b
 
 
 class Member(NamedTuple):
-    """One `key: value` of an object, both as raw JSON, and where the key starts."""
+    """One `key: value` of an object, both as raw JSON, and where the value starts."""
 
     key: bytes
     value: bytes
@@ -62,7 +62,7 @@ def members(data: bytes | bytearray, start: int = 0) -> Iterator[Member]:
         if key is None:
             raise Broken(at, "no key, or a key that is not a string,")
         end = _end_of_value(data, key.end())
-        yield Member(bytes(key.group(1)), bytes(data[key.end() : end]), key.start(1))
+        yield Member(bytes(key.group(1)), bytes(data[key.end() : end]), key.end())
         follow = _NEXT.match(data, end)
         if follow is None:
             raise Broken(end, "no comma or closing brace")

@@ -66,6 +66,11 @@ def not_json(data: bytes) -> str | None:
 
 def _text(head: bytes) -> str | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(text) - 3:  # else a character that the end of what is looked at cuts
+            return None
     if any(byte < 32 and byte not in b"\t\r\n\f" for byte in text):
         return None
     if text.startswith((b"{", b"[")):
