@@ -85,7 +85,8 @@ def run(checkpoint: Checkpoint, plans: Sequence[Plan]) -> tuple[tuple[Finding, .
     for plan in judged:
         case = Case(facts, plan, judged, (*container_findings, *suspected))
         for explain in EXPLAIN:
-            found += explain(case)
+            case.found += explain(case)
+        found += case.found
     standing = [f for f in suspected if not _refuted(f, judged)]
     return (*container_findings, *standing, *found), (*skips, *_skips(facts, plans))
 

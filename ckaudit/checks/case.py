@@ -32,16 +32,32 @@ class Case:
             p.name: p for p in plan.parameters if p.coverage in ("none", "partial") and p.by_design is None
         }
         self.failures: list[Failure] = list(plan.failures)
+        self.found: list[Finding] = []
+        """What the checks so far have found of this engine."""
+        self._causes: set[str] = set()
 
-    def take(self, names: Iterable[str] = (), parameters: Iterable[str] = ()) -> None:
-        """Mark tensors and parameters as explained, and with them the loader's errors that are about them."""
+    def take(self, names: Iterable[str] = (), parameters: Iterable[str] = (), because: str = "") -> None:
+        """Mark tensors and parameters as explained, and with them the loader's errors that are about them.
+
+        `because` is the check (or the beginning of its id) whose finding on the files explains them.
+        """
         taken, filled = set(names), set(parameters)
+        if because and (taken or filled):
+            self._causes.add(because)
         for name in taken:
             self.strays.pop(name, None)
             self.not_reached.pop(name, None)
         for name in filled:
             self.gaps.pop(name, None)
         self.failures = [f for f in self.failures if not (taken & set(f.names) or f.parameter in filled)]
+
+    @property
+    def in_error(self) -> bool:
+        """Whether an error was found that accounts for what happened here."""
+        causes = tuple(self._causes)
+        return any(f.severity == "error" for f in self.found) or any(
+            f.severity == "error" and f.check.startswith(causes) for f in self.on_files
+        )
 
     @cached_property
     def _loaded_by(self) -> list[tuple[Plan, frozenset[str]]]:

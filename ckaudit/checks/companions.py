@@ -57,7 +57,10 @@ SCHEMES = (
     _scheme("FP8", "fp8 fbgemm_fp8 compressed-tensors modelopt quark", "weight:F8_.*", _FP8_SCALE),
     _scheme("int8", "compressed-tensors bitsandbytes modelopt quark w8a8_int8 ascend", "weight:I8", f"SCB|{_FP8_SCALE}|deq_scale"),
     _scheme("MLX", "mlx", "weight:U32|biases", "scales", usual="biases"),
-    _scheme("packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax", usual="weight_scale_2"),
+    _scheme(
+        "packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax",
+        usual="weight_scale_2",
+    ),
 )  # fmt: skip
 """In the order in which a module is recognised. Facts: transformers 5.24.0 `quantizers/`, compressed-tensors
 `compressors/`, AutoGPTQ, AutoAWQ, mlx `nn/layers/quantized.py`."""
@@ -232,7 +235,7 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         case.take(cache)
     explained = [n for n in strays if n in told]
-    case.take(explained, _same_modules(case, explained))
+    case.take(explained, _same_modules(case, explained), because="CK30")
     rest = [n for n in strays if n in case.strays]
     if rest:
         entry = ignored_by(declared(case.facts), split(rest[0])[0])

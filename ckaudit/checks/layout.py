@@ -72,7 +72,9 @@ def layers_lost(case: Case) -> Iterator[Finding]:
                 mend=f"{_SOURCE}, or set {key} to {len(kept)} if it was cut on purpose." if key else f"{_SOURCE}.",
                 wanted=f"layers {numbers(range(size))}", found=f"layers {numbers(kept)}",
             )  # fmt: skip
-        case.take([n for n, f in case.strays.items() if f.into in set(parameters)], parameters)
+        case.take(
+            [n for n, f in case.strays.items() if f.into in set(parameters)], parameters, LAYER_GAP.id if told else ""
+        )
 
 
 def _whole(some: Iterable[str], every: Iterable[str]) -> dict[str, tuple[dict[int, list[str]], list[int]]]:
@@ -132,7 +134,11 @@ def experts_lost(case: Case) -> Iterator[Finding]:
     }
     if paths:
         inside = [f for f in case.plan.names if any(f.name.startswith(f"{p}.") for p in _prefixes(f.name, paths))]
-        case.take([f.name for f in inside], {f.into for f in inside if f.into} | {a for f in inside for a in f.also})
+        case.take(
+            [f.name for f in inside],
+            {f.into for f in inside if f.into} | {a for f in inside for a in f.also},
+            EXPERT_GAP.id,
+        )
     return iter(())
 
 
@@ -177,7 +183,7 @@ def experts_twice_here(case: Case) -> Iterator[Finding]:
     twice = {n.rpartition(".")[0] for f in case.on_files if f.check == EXPERTS_TWICE.id for n in f.names}
     if twice:
         inside = [f for f in case.plan.names if any(True for _ in _prefixes(f.name, twice))]
-        case.take([f.name for f in inside], {f.into for f in inside if f.into})
+        case.take([f.name for f in inside], {f.into for f in inside if f.into}, EXPERTS_TWICE.id)
     return iter(())
 
 

@@ -39,6 +39,7 @@ def not_in_the_files(case: Case) -> Iterator[Finding]:
                 for g in case.gaps
                 if _place(g) in tails and (g in absent or _place(g) not in whole or case.gaps[g].coverage == "partial")
             ],
+            because="CK1",
         )
     return iter(())
 
@@ -219,6 +220,10 @@ def raises(case: Case) -> Iterator[Finding]:
             blame=None if names else "undecidable",
             found=printable(first),
         )
+    if case.plan.error is not None and not errors and not case.in_error:
+        yield case.finding(
+            RAISES, f"The loader raises: {printable(case.plan.error)}", blame="undecidable", found=printable(case.plan.error)
+        )  # fmt: skip
     if case.not_reached and case.plan.error is None:
         names = set(case.not_reached)
         yield case.finding(

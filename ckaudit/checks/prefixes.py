@@ -39,8 +39,8 @@ def wrong_prefix(case: Case) -> Iterator[Finding]:
         found = infer_rename(seen, unwritten) if unwritten and seen else None
         if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
             return
-        if len(found.pairs) == 1 and len(seen) + len(case.gaps) > 4:
-            return
+        if len(found.pairs) < 3 and found.rename.kind != "root":
+            return  # two names alike are told as such, with their shapes compared
         yield _renamed(case, found, seen)
 
 
@@ -133,7 +133,7 @@ def repeat(name: str) -> tuple[tuple[str, ...], int] | None:
             times = 1
             while segments[start + times * length : start + (times + 1) * length] == run:
                 times += 1
-            if times > 1 and not all(s.isdecimal() for s in run):
+            if times > 1 and not all(s.isdecimal() or not s for s in run):
                 return tuple(run), times
     return None
 
@@ -190,7 +190,7 @@ def unmerged_here(case: Case) -> Iterator[Finding]:
     if any(f.check == UNMERGED.id for f in case.on_files):
         names = [n for n in case.strays if ADAPTER.search(n)]
         plain = {_without_adapter(case.strays[n].into or n) for n in names} | {_without_adapter(n) for n in names}
-        case.take(names, [g for g in case.gaps if g in plain])
+        case.take(names, [g for g in case.gaps if g in plain], UNMERGED.id)
     return iter(())
 
 

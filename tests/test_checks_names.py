@@ -1,0 +1,250 @@
+"""CK203 to CK207, CK214, CK215, CK218, and what holds for all checks together."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckaudit import checks
+from ckaudit.plan import Collision, Failure, NameFate, Note, Parameter, Plan, Unjudged
+from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, told
+
+LLAMA = llama()
+
+
+def drop(names: list[str], *parts: str) -> list[str]:
+    return [n for n in names if not any(p in n for p in parts)]
+
+
+class TestStrayAndMissing:
+    def test_a_foreign_tensor_in_every_layer_is_one_finding(self) -> None:
+        source = checkpoint([*LLAMA, *(f"model.layers.{i}.self_attn.indexer.v_transform" for i in range(4))])
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK203", "error", "checkpoint", 4)
+        assert "`model.layers.{0..3}.self_attn.indexer.v_transform`" in finding.message
+
+    def test_a_parameter_that_no_tensor_fills(self) -> None:
+        source = checkpoint(drop(LLAMA, "layers.2.self_attn.q_proj"))
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.severity, finding.count) == ("CK204", "error", 1)
+        assert finding.names == ("model.layers.2.self_attn.q_proj.weight",)
+
+    def test_missing_bytes_are_those_of_the_parameter(self) -> None:
+        source = checkpoint(drop(LLAMA, "model.norm"))
+        whole = plan(source, LLAMA)
+        sized = tuple(msgspec.structs.replace(p, shape=(8, 4), dtype="F32") for p in whole.parameters)
+        assert only(source, msgspec.structs.replace(whole, parameters=sized)).bytes == 8 * 4 * 4
+
+    def test_a_misspelt_leaf_names_what_it_should_be(self) -> None:
+        source = checkpoint(
+            [n.replace("post_attention_layernorm", "post_attn_layernorm") if ".2." in n else n for n in LLAMA]
+        )
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.count, finding.wanted) == (1, "model.layers.2.post_attention_layernorm.weight")
+
+    def test_likeness_alone_does_not_marry_other_shapes(self) -> None:
+        tensors = {n: ("BF16", [2, 2]) for n in LLAMA if "model.norm" not in n} | {
+            "model.norms.weight": ("BF16", [9, 9])
+        }
+        source = checkpoint(tensors)
+        found = told(source, plan(source, {n: [2, 2] for n in LLAMA}))
+        assert {f[0] for f in found} == {"CK203", "CK204"}
+
+    def test_the_engine_is_blamed_when_another_loads_it(self) -> None:
+        source = checkpoint(LLAMA)
+        bad = plan(source, drop(LLAMA, "model.norm"), id="toy==2", raises=True)
+        finding = only(source, bad, plan(source, LLAMA, id="toy==1"))
+        assert (finding.check, finding.blame, finding.engine) == ("CK203", "engine", "toy==2")
+        assert finding.mend == "Use toy==1, which loads them."
+
+    @pytest.mark.parametrize("extra", [
+            "model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_pos_emb.inv_freq", "bert.embeddings.position_ids",
+            "bn.num_batches_tracked",
+    ])  # fmt: skip
+    def test_tables_that_engines_compute_are_at_most_a_note(self, extra: str) -> None:
+        source = checkpoint([*LLAMA, *{extra.format(i) for i in range(4)}])
+        assert {f[:2] for f in told(source, plan(source, LLAMA))} == {("CK206", "note")}
+        assert findings(source) == []
+        whole = checkpoint(LLAMA)
+        assert findings(whole, plan(whole, [*LLAMA, extra.format(0)])) == []
+
+    def test_what_is_by_design_is_no_finding(self) -> None:
+        source = checkpoint([*LLAMA, "aux.weight"])
+        model = [*LLAMA, "buffer"]
+        assert (
+            findings(source, plan(source, model, by_design={"aux.weight": "computed", "buffer": "default-valued"}))
+            == []
+        )
+
+    def test_a_lost_shard_explains_its_parameters(self) -> None:
+        index = {"weight_map": dict.fromkeys(LLAMA, "model.safetensors")}
+        lost = checkpoint(
+            drop(LLAMA, "layers.3.", "model.norm"), files={"model.safetensors.index.json": msgspec.json.encode(index)}
+        )
+        assert findings(lost, plan(lost, LLAMA)) == []
+        assert any(f.severity == "error" for f in checks.run(lost, (plan(lost, LLAMA),))[0])
+
+
+class TestSilent:
+    def silent(self, names: list[str], fate: str, **more: Any) -> Plan:
+        source = checkpoint([*LLAMA, *names])
+        base = plan(source, LLAMA)
+        changed = tuple(msgspec.structs.replace(n, fate=fate) if n.name in names else n for n in base.names)
+        return msgspec.structs.replace(base, names=changed, **more)
+
+    def test_an_ignored_bias_is_a_loss(self) -> None:
+        names = [f"model.layers.{i}.self_attn.q_proj.bias" for i in range(4)]
+        source = checkpoint([*LLAMA, *names])
+        assert told(source, self.silent(names, "ignored")) == [("CK206", "error", "checkpoint", 4)]
+
+    def test_a_dropped_head_bias_is_a_loss(self) -> None:
+        source = checkpoint([*LLAMA, "lm_head.bias"])
+        assert told(source, self.silent(["lm_head.bias"], "dropped")) == [("CK206", "error", "checkpoint", 1)]
+
+    def test_a_bias_that_a_quantiser_added_is_a_warning(self) -> None:
+        extra = ["h.0.fc.bias"]
+        module = {f"h.0.fc.{leaf}": ("I32", [2, 2]) for leaf in ("qweight", "qzeros", "scales")}
+        source = checkpoint(
+            {**{n: ("BF16", [2, 2]) for n in (*LLAMA, *extra)}, **module},
+            CONFIG | {"quantization_config": {"quant_method": "gptq"}},
+        )
+        base = plan(source, [*LLAMA, *module])
+        changed = tuple(msgspec.structs.replace(n, fate="ignored") if n.name in extra else n for n in base.names)
+        assert told(source, msgspec.structs.replace(base, names=changed)) == [("CK206", "warning", "checkpoint", 1)]
+
+
+class TestCollision:
+    def test_two_trees_on_one_are_one_finding(self) -> None:
+        a, b = [[f"model.{t}.layers.{i}.scalar" for i in range(3)] for t in ("decoder", "encoder")]
+        source = checkpoint([*a, *b])
+        target = [f"model.layers.{i}.scalar" for i in range(3)]
+        base = plan(source, target, lambda n: n.replace("decoder.", "").replace("encoder.", ""))
+        clash = tuple(Collision(t, y, (x,)) for t, x, y in zip(target, a, b, strict=True))
+        finding = only(source, msgspec.structs.replace(base, collisions=clash))
+        assert (finding.check, finding.severity, finding.count) == ("CK207", "error", 6)
+
+
+class TestTies:
+    HEAD = ("lm_head.weight",)
+
+    def config(self, **flags: Any) -> dict[str, Any]:
+        return CONFIG | flags
+
+    def test_tied_and_one_stored(self) -> None:
+        source = checkpoint(drop(LLAMA, "lm_head"), self.config(tie_word_embeddings=True))
+        assert findings(source, plan(source, LLAMA, by_design={"lm_head.weight": "tied"})) == []
+
+    def test_untied_and_both_stored(self) -> None:
+        source = checkpoint(LLAMA, self.config(tie_word_embeddings=False))
+        assert findings(source, plan(source, LLAMA)) == []
+
+    def test_tied_and_both_stored_cannot_be_told(self) -> None:
+        source = checkpoint(LLAMA, self.config(tie_word_embeddings=True))
+        assert told(source, plan(source, LLAMA)) == [("CK214", "note", "undecidable", 2)]
+
+    def test_tied_and_of_another_shape(self) -> None:
+        shapes = {n: ("BF16", [2, 2]) for n in LLAMA} | {"lm_head.weight": ("BF16", [3, 2])}
+        assert told(checkpoint(shapes, self.config(tie_word_embeddings=True))) == [("CK214", "error", "config", 2)]
+
+    def test_untied_and_no_head(self) -> None:
+        source = checkpoint(drop(LLAMA, "lm_head"), self.config(tie_word_embeddings=False))
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.severity, finding.blame) == ("CK214", "error", "undecidable")
+
+    def test_the_two_levels_disagree(self) -> None:
+        both = self.config(tie_word_embeddings=True, text_config={"tie_word_embeddings": False})
+        assert told(checkpoint(LLAMA, both)) == [("CK214", "warning", "config", 1)]
+        assert findings(checkpoint(drop(LLAMA, "lm_head"), both)) == []
+
+    def test_a_stored_head_that_a_class_has_no_place_for(self) -> None:
+        source = checkpoint(LLAMA, self.config(tie_word_embeddings=True, text_config={"tie_word_embeddings": False}))
+        found = told(source, plan(source, drop(LLAMA, "lm_head")))
+        assert ("CK214", "error", "config", 1) in found
+
+
+class TestLoader:
+    def test_an_error_that_nothing_explains(self) -> None:
+        source = checkpoint(LLAMA)
+        broken = plan(source, LLAMA, error="ValueError: block size", failures=(Failure("ValueError: block size"),))
+        assert told(source, broken) == [("CK218", "error", "undecidable", 0)]
+
+    def test_an_error_without_details(self) -> None:
+        source = checkpoint(LLAMA)
+        assert told(source, plan(source, LLAMA, error="boom")) == [("CK218", "error", "undecidable", 0)]
+
+    def test_an_error_about_what_is_found_already(self) -> None:
+        source = checkpoint([*LLAMA, "aux.weight"])
+        failing = plan(source, LLAMA, raises=True, failures=(Failure("KeyError: 'aux.weight'", ("aux.weight",)),))
+        assert told(source, failing) == [("CK203", "error", "checkpoint", 1)]
+
+    def test_a_wrong_claim_is_a_note(self) -> None:
+        source = checkpoint(LLAMA)
+        note = Note(
+            "claim",
+            "The loader says that lm_head.weight was not loaded; every element was written.",
+            ("lm_head.weight",),
+        )
+        assert told(source, plan(source, LLAMA, notes=(note,))) == [("CK215", "note", "engine", 1)]
+
+
+class TestNotJudged:
+    def test_is_a_skip_and_no_finding(self) -> None:
+        source = checkpoint(LLAMA)
+        stopped = Plan(id="toy==1", engine="toy", release="1", method="live", not_judged="no such package")
+        found, skips = checks.run(source, (stopped,))
+        assert [f for f in found if f.check[:3] in ("CK2", "CK3", "CK4")] == []
+        assert {(s.engine, s.reason) for s in skips} == {("toy==1", "no such package")}
+
+    def test_what_the_engine_left_open_is_a_skip(self) -> None:
+        source = checkpoint(LLAMA)
+        open_question = plan(source, LLAMA, unjudged=(Unjudged("tied", "equality is in the data"),))
+        assert ("CK214", "toy==1") in {(s.check, s.engine) for s in checks.run(source, (open_question,))[1]}
+
+
+def test_the_catalogue_has_each_id_once() -> None:
+    ids = [c.id for c in checks.CHECKS]
+    assert len(set(ids)) == len(ids)
+
+
+FATES = st.sampled_from(["loaded", "dropped", "ignored", "unmatched", "not_reached"])
+COVERAGE = st.sampled_from(["full", "partial", "none", "unknown"])
+NAMES = st.sampled_from(
+    [
+        *LLAMA[:14],
+        "lm_head.weight",
+        "mtp.0.w",
+        "x.bias",
+        "x.qweight",
+        "x.lora_A.weight",
+        "a.experts.0.up_proj.weight",
+        "",
+        ".",
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(NAMES, st.tuples(FATES, NAMES, st.sampled_from([None, 0.0, 0.5, 1.0])), max_size=12),
+    st.dictionaries(NAMES, COVERAGE, max_size=12),
+    st.sampled_from([None, "boom"]),
+    st.sampled_from([CONFIG, CONFIG | {"tie_word_embeddings": True}, CONFIG | {"num_hidden_layers": 3}]),
+)
+def test_a_bad_verdict_never_comes_without_a_finding(
+    fates: Any, parameters: Any, error: str | None, config: Any
+) -> None:
+    source = checkpoint([n for n in fates if n], config)
+    told_plan = Plan(
+        id="toy==1", engine="toy", release="1", method="live", error=error,
+        names=tuple(NameFate(name=n, fate=f, into=i, read=r) for n, (f, i, r) in fates.items()),
+        parameters=tuple(Parameter(name=p, coverage=c) for p, c in parameters.items()),
+    )  # fmt: skip
+    found = [f for f in checks.run(source, (told_plan,))[0] if f.severity in ("error", "warning")]
+    if told_plan.verdict == "fails":
+        assert any(f.severity == "error" for f in found)
+    if told_plan.verdict == "loads_with_loss":
+        assert found
+    if told_plan.verdict == "loads":
+        assert not [f for f in found if f.engine == "toy==1"]
