@@ -14,10 +14,10 @@ LOAD_RAISES = Check("CK601", "the load raises", "error")
 FORWARD_RAISES = Check("CK602", "the forward pass raises", "error")
 NOT_FINITE = Check("CK603", "the output is not finite", "error")
 HIDDEN = Check("CK604", "NaN that the output hides", "warning")
-FLAT = Check("CK605", "the output says nothing", "error")
+NO_EFFECT = Check("CK605", "input without effect", "error")
 DIFFERS = Check("CK606", "fingerprint differs", "error")
 DISAGREES = Check("CK607", "engine and replay disagree", "error")
-CHECKS = (LOAD_RAISES, FORWARD_RAISES, NOT_FINITE, HIDDEN, FLAT, DIFFERS, DISAGREES)
+CHECKS = (LOAD_RAISES, FORWARD_RAISES, NOT_FINITE, HIDDEN, NO_EFFECT, DIFFERS, DISAGREES)
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -124,8 +124,29 @@ def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
                 FORWARD_RAISES, engine, message, "Run the same input in transformers to see where.", blame="undecidable"
             )
         ]
+    if one["status"] == "ignored":
+        message = f"The model takes {kind} input, and no part of it looks at it."
+        return [
+            _finding(
+                NO_EFFECT,
+                engine,
+                message,
+                f"Set {kind}_token_id in config.json to the placeholder's id.",
+                blame="config",
+            )
+        ]
     if one["status"] != "ran":
         return []
+    ignored = []
+    if "processor" in one.get("ignored_from", ()):
+        message = f"The model does not look at {kind} input as the repo's processor makes it."
+        mend = f"Set {kind}_token_id in config.json to the id of the processor's placeholder."
+        ignored = [_finding(NO_EFFECT, engine, message, mend, blame="config")]
+    return [*ignored, *_judge_output(one, engine)]
+
+
+def _judge_output(one: Mapping[str, Any], engine: str) -> list[Finding]:
+    kind = one["kind"]
     first = one.get("first_non_finite")
     where = f"{printable(first['module'] or 'the model')} ({first['class']})" if first else ""
     if not one["finite"]:
@@ -146,7 +167,7 @@ def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
         ]
     if (one.get("fingerprint") or {}).get("flat"):
         message = f"Every entry of the last position is the same for {kind} input."
-        return [_finding(FLAT, engine, message, "A weight on the way is zero or constant (CK502, CK503).")]
+        return [_finding(NO_EFFECT, engine, message, "A weight on the way is zero or constant (CK502, CK503).")]
     return []
 
 

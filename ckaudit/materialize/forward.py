@@ -16,7 +16,7 @@ from ckaudit.materialize.watch import Watch
 
 TOP = 5
 """Entries of a fingerprint."""
-_CONTEXT_KEYS = ("use_cache", "return_dict")
+_TEXT_KEYS = ("input_ids", "attention_mask", "decoder_input_ids")
 
 
 def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -45,27 +45,33 @@ def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]],
 
 
 def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes) -> dict[str, Any]:
-    """One pass. The first way of making an input that the model accepts is the one that counts."""
+    """One pass. The first way of making an input that the model accepts, and looks at, is the one that counts."""
     failures: list[str] = []
-    raised: BaseException | None = None
+    ignored: list[str] = []
+    raised = ""
     for origin, make in _ways(job, kind, recipes):
         torch.manual_seed(job.options.seed)
+        made = False
         try:
             inputs = place(make(), model)
+            made = True
+            done = _pass(model, kind, origin, inputs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  (a processor, or an input that the model does not take)
+        except Exception as error:  # noqa: BLE001  (a processor that cannot, an input that the model does not take, or a fault of it)
             failures.append(f"{origin}: {_line(error)}")
+            raised = raised or (_line(error) if made else "")
             continue
-        try:
-            return _pass(model, kind, origin, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  (the model raises: that is what we want to know)
-            failures.append(f"{origin}: {_line(error)}")
-            raised = raised or error
-    if raised is not None and kind == "text":
-        return _not_run(kind, _line(raised)) | {"status": "raised"}
+        if done["status"] == "ran":
+            return done | {"ignored_from": ignored}
+        ignored.append(origin)
+    if ignored:
+        return _not_run(kind, f"no part of the model looked at the {kind} input") | {
+            "status": "ignored",
+            "ignored_from": ignored,
+        }
+    if raised and kind == "text":
+        return _not_run(kind, raised) | {"status": "raised"}
     return _not_run(kind, "; ".join(failures) or "no way to make such an input")
 
 
@@ -94,12 +100,15 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
     if cuda:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
+    if kind != "text" and not _looked(model, inputs, probe, extra):
+        return {"status": "ignored"}
     shapes, finite = _outputs(output)
     culprit = probe.first()
     return {
         "kind": kind,
         "status": "ran",
         "inputs_from": origin,
+        "ignored_from": [],
         "inputs": {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)},
         "outputs": shapes,
         "finite": finite,
@@ -109,6 +118,22 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
         "fingerprint": _fingerprint(output),
         "reason": None,
     }
+
+
+def _looked(model: Any, inputs: Tensors, probe: Probe, extra: dict[str, Any]) -> bool:
+    """Whether pixels or sound were looked at: modules ran that the text alone does not need. True where there is no text to compare."""
+    text = {k: v for k, v in inputs.items() if k in _TEXT_KEYS}
+    if "input_ids" not in text:
+        return True
+    plain = Probe()
+    try:
+        with torch.inference_mode(), plain.on(model):
+            model(**text, **extra)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001  (placeholders without what they stand for, or a model that needs both)
+        return True
+    return bool(probe.ran - plain.ran)
 
 
 def _told_of(culprit: Any) -> dict[str, Any]:
@@ -154,6 +179,7 @@ def _not_run(kind: str, reason: str) -> dict[str, Any]:
         "kind": kind,
         "status": "not_run",
         "inputs_from": None,
+        "ignored_from": [],
         "inputs": {},
         "outputs": {},
         "finite": None,

@@ -89,6 +89,8 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
             settle(model)
         with watch.stage("arrive"):
             source.join()
+    if isinstance(source, DeviceStream):
+        watch.seconds["read"] = source.seconds
     with watch.stage("values"):
         stats = scan.finish(files.read) if scan else ()
     equal = tuple(_equal_groups(stats, layout, files))

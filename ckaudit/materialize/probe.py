@@ -24,6 +24,8 @@ class Probe:
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+        self.ran: set[str] = set()
+        """Paths of the modules that computed something."""
 
     @contextmanager
     def on(self, model: Any) -> Iterator[None]:
@@ -45,6 +47,7 @@ class Probe:
 
     def _hook(self, name: str, kind: str) -> Any:
         def look(_module: Any, _inputs: Any, output: Any) -> None:
+            self.ran.add(name)
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
                     value = tensor.detach()

@@ -140,7 +140,12 @@ class Recipes:
         return found[0], found[1]
 
     def _placeholder(self, kind: str) -> int | None:
-        token = first_value(self.config, f"{kind}_token_id", f"{kind}_token_index")
+        """The id that stands for pixels or sound. Where the config has a place for it and nothing in it, one is chosen and put there."""
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        token = first_value(self.config, *names)
+        if token is None and hasattr(self.config, names[0]):
+            token = int(first_value(self.config, "vocab_size") or 32) - 1 - _SPECIAL.index(kind)
+            setattr(self.config, names[0], token)
         return token if isinstance(token, int) else None
 
     # --- pixels and sound

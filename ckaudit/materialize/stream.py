@@ -7,6 +7,7 @@ loader asks for it; whoever asks early waits. Without CUDA the buffers are plain
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -62,11 +63,15 @@ class DeviceStream:
         self._size = max((c.nbytes for c in layout.chunks), default=0)
         self._error: BaseException | None = None
         self._closed = False
+        self._started = 0.0
+        self.seconds = 0.0
+        """From the start of the threads to the last chunk that went over."""
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max(1, readers))]
 
     def __enter__(self) -> Self:
         if self._cuda:
             _reserve(self._layout, self._device)
+        self._started = time.perf_counter()
         for thread in self._threads:
             thread.start()
         return self
@@ -165,6 +170,7 @@ class DeviceStream:
                     self._events[arena].append(event)
                 if not self._unread[arena] and self._ready is not None:
                     finished.append((arena, self._block(arena), tuple(self._events[arena])))
+            self.seconds = time.perf_counter() - self._started
             self._condition.notify_all()
         if self._moved is not None:
             self._moved(chunk.nbytes)
