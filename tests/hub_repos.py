@@ -36,6 +36,8 @@ class Repo:
     files: Mapping[str, File]
     gated: bool | str = False
     private: bool = False
+    sizes: bool = True
+    """Whether listings tell sizes, as some mirrors do not."""
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)

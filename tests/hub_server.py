@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         rows = list(repo.rows[sha].values())
         if kind == "/tree/":
             return self._json(200, [tree_entry(row) for row in rows])
-        if not blobs:
+        if not blobs or not repo.sizes:
             rows = [{"rfilename": row["rfilename"]} for row in rows]
         body = {"id": name, "sha": sha, "private": repo.private, "gated": repo.gated, "siblings": rows}
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode(), fault)

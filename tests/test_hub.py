@@ -17,7 +17,7 @@ from hub_repos import Repo, Sparse
 from hub_server import HubServer
 from huggingface_hub import constants
 
-from ckaudit.errors import SourceError
+from ckaudit.errors import SourceError, UsageError
 from ckaudit.source import Span, Unreadable, open_source
 from ckaudit.source.hub import HubSource
 
@@ -199,6 +199,27 @@ def test_the_order_is_that_of_arrival_and_follow_ups_join_the_same_call(hub: Hub
         if span == B:
             todo.append(Span("b.safetensors", 100_000, 100_010))
     assert order == [B, Span("b.safetensors", 100_000, 100_010), A]
+
+
+def test_a_listing_without_sizes_is_enough(hub: HubServer) -> None:
+    short = {"s.safetensors": b"short", "empty.json": b""}
+    hub.repos["org/name"].sizes = False
+    hub.repos["org/name"].push(FILES | short)
+    source = open_source("org/name")
+    assert source.files()["a.safetensors"].size is None
+    assert source.read("config.json") == source.read("config.json") == FILES["config.json"]
+    assert len(hub.paths("*/config.json")) == 1
+    assert source.read("empty.json") == b""
+    assert read(source, A, Span("s.safetensors", 0, 1000)) == {
+        "a.safetensors": HEAD[:100_000],
+        "s.safetensors": b"short",
+    }
+    assert read(source, Span("b.safetensors", 4_999_999_999, 10**10)) == {"b.safetensors": b"\0"}
+    assert read(source, Span("b.safetensors", 10**10, 10**11)) == {"b.safetensors": b""}
+    hub.fail("*", whole(), times=None)
+    fresh = open_source("org/name")
+    assert fresh.read("config.json") == FILES["config.json"], "all of it is no more than was asked for"
+    assert isinstance(read(fresh, A)["a.safetensors"], Unreadable)
 
 
 # Faults that pass
@@ -429,6 +450,13 @@ def test_a_private_repo_and_a_bad_token(guarded: HubServer, monkeypatch: pytest.
     assert "hf_expired" not in refused("org/open")
 
 
+def test_a_gated_file_in_an_open_repo_is_told_of_that_file(hub: HubServer) -> None:
+    hub.fail("*/a.safetensors", gated(401), times=None)
+    got = read(no_wait(), A, B)
+    assert got["a.safetensors"] == Unreadable("a.safetensors of org/name is gated")
+    assert got["b.safetensors"] == HEAD[::-1][:100_000]
+
+
 def test_a_token_that_expires_on_the_way_ends_the_audit(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_any")
     source = no_wait()
@@ -460,6 +488,14 @@ def test_a_file_too_long_to_be_read_whole(hub: HubServer) -> None:
 # The way there
 
 
+@pytest.fixture
+def _own_session() -> Iterator[None]:
+    """A session of its own: the client looks at the proxy variables when it makes one."""
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
+
+
 def test_a_refused_connection_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -468,6 +504,29 @@ def test_a_refused_connection_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused().startswith(
         f"Cannot reach 127.0.0.1:{port} for org/name: the connection was refused. Check the network"
     )
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["hub.internal", "ftp://hub", "http://", "http://[x", "http://h:99999", "http://a\nb"]
+)
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(UsageError, match=r"HF_ENDPOINT is .*, which is no web address\. Set it to one") as caught:
+        open_source("org/name")
+    assert str(caught.value).isprintable()
+
+
+def test_a_token_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_“quoted”")
+    with pytest.raises(UsageError, match="holds characters that no token has"):
+        open_source("org/name")
+
+
+@pytest.mark.usefixtures("_own_session")
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "SSL_CERT_FILE"])
+def test_a_session_that_cannot_be_made(hub: HubServer, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "gopher://127.0.0.1" if variable == "HTTPS_PROXY" else "/no/such/file.pem")
+    assert "The connection to the Hub cannot be set up: " in refused()
 
 
 def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,14 +548,6 @@ def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert "it stopped answering (tried 5 times). Try again, or raise HF_HUB_DOWNLOAD_TIMEOUT" in refused()
-
-
-@pytest.fixture
-def _own_session() -> Iterator[None]:
-    """A session of its own: the client looks at the proxy variables when it makes one."""
-    huggingface_hub.close_session()
-    yield
-    huggingface_hub.close_session()
 
 
 @pytest.mark.usefixtures("_own_session")
@@ -595,7 +646,7 @@ def test_redirects_to_no_web_address_end(hub: HubServer, location: str) -> None:
 def test_the_first_failure_ends_everything_promptly(hub: HubServer) -> None:
     hub.repos["org/name"].push({f"{i}.safetensors": Sparse(HEAD, 10**9) for i in range(200)})
     source = no_wait()
-    hub.fail("*/0.safetensors", Fault(status=401, headers={"X-Error-Code": "GatedRepo"}))
+    hub.fail("*/0.safetensors", bad_token())
     hub.fail("*", slow(0.2), times=None)
     began = time.monotonic()
     with pytest.raises(SourceError):

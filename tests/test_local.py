@@ -245,9 +245,9 @@ def test_a_file_named_by_the_user_may_be_a_link_to_anywhere(folder: Path, tmp_pa
 
 def test_an_index_stands_for_its_folder_without_other_indexes(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_bytes(b"{}")
-    (folder / "model.fp16.safetensors.index.json").write_bytes(b"{}")
-    source = open_source(str(folder / "model.fp16.safetensors.index.json"))
-    assert [path for path in source.files() if path.endswith("index.json")] == ["model.fp16.safetensors.index.json"]
+    (folder / "model.safetensors.index.fp16.json").write_bytes(b"{}")
+    source = open_source(str(folder / "model.safetensors.index.fp16.json"))
+    assert [path for path in source.files() if ".index." in path] == ["model.safetensors.index.fp16.json"]
     assert "model.safetensors" in source.files()
 
 
@@ -358,6 +358,8 @@ class Notes(NullProgress):
         ("gpt2", "gpt2", None),
         ("hf://org/name", "org/name", None),
         ("hf://org/name@v1", "org/name", "v1"),
+        ("hf://org/name@refs/pr/1", "org/name", "refs/pr/1"),
+        ("_org/_name_", "_org/_name_", None),
         ("hf://models/org/name", "org/name", None),
         ("https://huggingface.co/org/name", "org/name", None),
         ("https://huggingface.co/org/name/", "org/name", None),
@@ -377,7 +379,8 @@ def test_spellings_of_a_repo(
 @pytest.mark.parametrize(
     "target",
     ["", "  ", "a\0b", "./org/name", "../name", "/no/such/folder", "~/nothing-here", "a/b/c", "org/name.safetensors", "model.safetensors",
-     "org/", "org\\name", "org/na me", "org/name@", "org/name@a b", "-org/name", "org/.name", "org/na--me", "org/na..me",
+     "org/", "org\\name", "org/na me", "org/name@", "org/name@a b", "-org/name", "org/.name", "org/na--me", "org/name-", "org/name.git",
+     "o/" + "n" * 95, "org/na..me",
      "https://example.com/org/name", "https://huggingface.co/datasets/org/name", "https://huggingface.co/org",
      "https://huggingface.co/org/name/blob/main/config.json", "https://huggingface.co/org/name/tree/main/sub", "hf://datasets/org/name",
      "hf://org", "hf://org/name/file", "https://huggingface.co/org/name/settings", "https://[bad", "https://huggingface.co"],

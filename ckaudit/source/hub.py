@@ -20,15 +20,16 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import hf_hub_url, repo_folder_name
 
 import ckaudit
-from ckaudit.errors import SourceError
+from ckaudit.errors import SourceError, UsageError
 from ckaudit.naming import printable
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
 from ckaudit.source.faults import Asked, Refusal, explain
 from ckaudit.source.local import read_range
+from ckaudit.source.pace import Clock, Pace
 from ckaudit.source.parallel import side_by_side
 from ckaudit.source.target import cached_commit, open_snapshot
-from ckaudit.source.transfer import Clock, Transfer, Wanted
+from ckaudit.source.transfer import Transfer, Wanted
 
 MAX_JOBS = 96
 """The client's pool holds 100 connections; more readers would wait in it until they time out."""
@@ -54,7 +55,7 @@ class _Sibling(msgspec.Struct):
 class _Listing(msgspec.Struct):
     sha: str
     siblings: list[_Sibling]
-    gated: bool | str = False
+    gated: bool | str | None = None
 
 
 def open_hub(name: str, revision: str | None, *, jobs: int, offline: bool, progress: Progress) -> Source:
@@ -96,11 +97,12 @@ class HubSource:
         """Asks the Hub for the commit and its files. Raises SourceError. `clock` is for tests."""
         self.name = name
         self._jobs = max(1, min(jobs, MAX_JOBS))
-        self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        self._endpoint, host = _endpoint()
+        token = _token()
+        _check_client()
         self._asked = Asked(
             repo=name,
-            host=urlsplit(self._endpoint).netloc.rpartition("@")[2],
+            host=host,
             endpoint=self._endpoint,
             revision=revision,
             token=bool(token),
@@ -108,15 +110,14 @@ class HubSource:
         self._transfer = Transfer(
             get_session,
             (_CLIENT_ERROR, OSError),
+            Pace(progress or NullProgress(), clock),
             headers={"user-agent": _user_agent(), "accept-encoding": "identity"},
             secret={"authorization": f"Bearer {token}"} if token else {},
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            progress=progress or NullProgress(),
-            clock=clock,
         )
         listing = self._list(revision)
         self.revision: str | None = listing.sha
-        self._gated = listing.gated is not False
+        self._gated = listing.gated
         found = (FileInfo(s.rfilename, s.size, s.lfs.sha256 if s.lfs else None) for s in listing.siblings)
         self._files = {info.path: info for info in sorted(found, key=lambda info: info.path)}
         self._snapshot = _snapshot(name, listing.sha)
@@ -177,15 +178,19 @@ class HubSource:
         data = self._transfer.fetch(Wanted(url=url, asked=asked, start=span.start, stop=end, size=info.size), stop)
         if isinstance(data, Refusal):
             return self._refused(data)
-        if isinstance(data, bytes) and span.start == 0 and end == info.size and end <= self._room:
-            self._room -= end
+        if isinstance(data, Unreadable):
+            return data
+        all_of_it = span.start == 0 and (end == info.size or (info.size is None and len(data) < end))
+        if all_of_it and len(data) <= self._room:
+            self._room -= len(data)
             self._kept[span.path] = data
         return data
 
     def _refused(self, answer: Refusal) -> Unreadable:
         """One file that is refused in a repo that is open is that file's fault; in a gated repo, or for a bad token, it is not."""
         error = explain(answer)
-        if answer.status in (401, 403) and (self._gated or answer.status == 401):
+        one_file = answer.status == 403 or answer.code == "GatedRepo"
+        if answer.status in (401, 403) and not (one_file and self._gated is False):
             raise error
         return Unreadable(error.message.rstrip("."))
 
@@ -201,6 +206,39 @@ class HubSource:
             return path if info.size is not None and path.stat().st_size == info.size else None
         except OSError:
             return None
+
+
+def _endpoint() -> tuple[str, str]:
+    """The Hub's address and its host, for messages. Raises UsageError when HF_ENDPOINT is no web address."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0 and endpoint.isprintable():
+            return endpoint, parts.netloc.rpartition("@")[2]
+    except ValueError:
+        pass
+    raise UsageError(
+        f"HF_ENDPOINT is {printable(endpoint)}, which is no web address.", "Set it to one like https://huggingface.co."
+    )
+
+
+def _token() -> str | None:
+    """The user's token, as the client finds it."""
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise UsageError("The token (HF_TOKEN, or the stored one) holds characters that no token has.", "Set it anew.")
+    return token
+
+
+def _check_client() -> None:
+    """Makes the client's session, which the environment can prevent."""
+    try:
+        get_session()
+    except (OSError, ValueError, ImportError) as error:
+        cause = printable((str(error).splitlines() or [type(error).__name__])[0][:200]).rstrip(".")
+        raise SourceError(
+            f"The connection to the Hub cannot be set up: {cause}.", "Check HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
+        ) from error
 
 
 def _snapshot(name: str, commit: str) -> Path | None:

@@ -16,8 +16,9 @@ from ckaudit.progress import Progress
 from ckaudit.source import FileInfo, Source
 from ckaudit.source.local import LocalSource
 
-_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
-_REPO = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>[^\s@]+))?")
+_PART = r"\w(?:[\w.-]*\w)?"
+_REPO = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>[^\s@]+))?", re.ASCII)
+_INDEX = re.compile(r"\.safetensors\.index(\.[\w-]+)?\.json$")
 _WEB = re.compile(r"(?:tree|blob|resolve)/(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+)(?P<inside>/.*)?")
 _HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
 _SPELLINGS = "Give org/name[@revision], a folder, a .safetensors file or a .safetensors.index.json file."
@@ -53,23 +54,26 @@ def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
         raise UsageError("The target is empty." if not target.strip() else "The target holds a NUL byte.", _SPELLINGS)
     path = Path(os.path.expanduser(target))
     if os.path.lexists(path):
-        if _REPO.fullmatch(target):
+        if _repo(target):
             progress.note(f"{target} is here on disk, so that is read, not a Hub repo of this name.")
         return LocalTarget(target, path)
     if target.startswith("hf://") or re.match(r"https?://", target):
         return _from_url(target)
-    repo = _REPO.fullmatch(target)
-    if (
-        repo
-        and not target.endswith((".safetensors", ".json"))
-        and "--" not in repo["name"]
-        and ".." not in repo["name"]
-    ):
-        return HubTarget(repo["name"], repo["revision"])
+    repo = _repo(target)
+    if repo is not None and not target.endswith((".safetensors", ".json")):
+        return repo
     shown = printable(target)
     if re.fullmatch(r"[^\s/\\]+/[^\s/\\]+", target) and not target.startswith((".", "~")):
         raise UsageError(f"{shown} is no file or folder here, and cannot be the name of a Hub repo.", _SPELLINGS)
     raise UsageError(f"There is no file or folder {shown}.", _SPELLINGS)
+
+
+def _repo(text: str) -> HubTarget | None:
+    """The repo that `[org/]name[@revision]` names, if the Hub allows such a name."""
+    match = _REPO.fullmatch(text)
+    if match is None or len(match["name"]) > 96 or any(bad in match["name"] for bad in ("--", "..")):
+        return None
+    return None if match["name"].endswith(".git") else HubTarget(match["name"], match["revision"])
 
 
 def _from_url(url: str) -> HubTarget:
@@ -77,23 +81,22 @@ def _from_url(url: str) -> HubTarget:
     shown = printable(url)
     try:
         parts = urlsplit(url)
-        host = parts.hostname
+        hosts = _HOSTS | {urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname}
     except ValueError:
         raise UsageError(f"{shown} is not an address.", _SPELLINGS) from None
-    path = unquote(parts.path).strip("/")
-    if parts.scheme == "hf":
-        path = f"{parts.netloc}/{path}".strip("/").removeprefix("models/")
-    elif host not in _HOSTS | {urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname}:
+    if parts.scheme != "hf" and parts.hostname not in hosts:
         raise UsageError(f"{shown} is not an address of the Hub.", f"{_SPELLINGS} For a mirror, set HF_ENDPOINT.")
+    path = unquote(f"{parts.netloc}{parts.path}" if parts.scheme == "hf" else parts.path).strip("/")
     if path.startswith(("datasets/", "spaces/", "buckets/", "kernels/")):
         raise UsageError(f"{shown} is not a model repo.", "Give the repo of a model.")
-    owner, _, rest = path.partition("/")
-    name, _, rest = rest.partition("/")
-    web = _WEB.fullmatch(rest)
-    repo = _REPO.fullmatch(f"{owner}/{name}")
-    if repo is None or (rest and (web is None or parts.scheme == "hf")) or (web and web["inside"]):
+    found = _repo(path.removeprefix("models/"))
+    if found is None and parts.scheme != "hf":
+        owner, name, *rest = (path + "//").split("/", 2)
+        web = _WEB.fullmatch(rest[0].strip("/"))
+        found = _repo(f"{owner}/{name}@{web['revision']}") if web and not web["inside"] else None
+    if found is None or "/" not in found.name:
         raise UsageError(f"{shown} is not the address of a whole model repo.", "Give org/name[@revision].")
-    return HubTarget(repo["name"], web["revision"] if web else repo["revision"])
+    return found
 
 
 def open_folder(path: Path, name: str) -> LocalSource:
@@ -121,8 +124,8 @@ def open_file(path: Path, name: str) -> LocalSource:
         raise SourceError(f"{shown} is a link to nothing.", "Give the file itself.")
     if not path.is_file():
         raise UsageError(f"{shown} is neither a file nor a folder.", _SPELLINGS)
-    if own.endswith(".index.json"):
-        return LocalSource(folder, name=name, only=lambda p: p == own or not p.endswith(".index.json"))
+    if _INDEX.search(own):
+        return LocalSource(folder, name=name, only=lambda p: p == own or not _INDEX.search(p))
     if own.endswith(".safetensors"):
         # The user named this very file, so its own link is followed wherever it leads.
         return LocalSource(folder, name=name, only=lambda p: p == own or _companion(p), stores=(path,))
@@ -131,7 +134,7 @@ def open_file(path: Path, name: str) -> LocalSource:
 
 def _companion(path: str) -> bool:
     """Whether a file decides how the one named beside it loads: config and code, no weights."""
-    return path.endswith((".json", ".py")) and not path.endswith(".index.json")
+    return path.endswith((".json", ".py")) and not _INDEX.search(path)
 
 
 def open_snapshot(repo: Path, commit: str, name: str, kind: str = "local") -> LocalSource:
@@ -184,7 +187,7 @@ def _absent(repo: Path, root: Path) -> dict[str, FileInfo]:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     names: set[str] = set()
-    for index in root.glob("*.safetensors.index.json"):
+    for index in filter(lambda path: _INDEX.search(path.name), root.glob("*.json")):
         try:
             weight_map = json.loads(index.read_bytes()).get("weight_map")
             names |= {v for v in weight_map.values() if isinstance(v, str) and v == os.path.basename(v)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -16,26 +15,22 @@ from urllib.request import getproxies, proxy_bypass
 import msgspec
 
 from ckaudit.errors import SourceError
-from ckaudit.progress import Progress
 from ckaudit.source import MAX_WHOLE, Unreadable
 from ckaudit.source.faults import Asked, Refusal, explain, refusal, retry_after, unreachable
+from ckaudit.source.pace import Pace
 
-TRIES = 5
 MAX_REDIRECTS = 10
-MAX_WAIT = 300.0
-"""Seconds that rate limits may hold up one source in all; the Hub counts requests in windows of five minutes."""
 
-_BACKOFF = (0.5, 1.0, 2.0, 4.0)
 _GAIN = 1 << 16
-"""Bytes. An attempt that got this far before it broke does not count against `TRIES`."""
+"""Bytes. A try that got this far before it broke does not count against the others."""
 _SMALL = 1 << 16
 """Bytes of an error or a redirect that are read, so that its connection can be used again."""
 _MOVED = (301, 302, 303, 307, 308)
-_RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)")
+_RANGE = re.compile(r"bytes\s+(?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes `start` to `stop` of the file at `url`. `size` is the whole file's, where known; `stop` None means all of a file."""
+    """Bytes `start` to `stop` of the file at `url`; `stop` None is its end. `size` is the whole file's, where known."""
 
     url: str
     asked: Asked
@@ -43,29 +38,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     stop: int | None = None
     size: int | None = None
 
-    @property
-    def whole(self) -> bool:
-        return self.start == 0 and self.stop in (None, self.size)
-
-
-class Clock:
-    """Time as reads see it; tests put one in its place that does not sleep."""
-
-    def now(self) -> float:
-        """Seconds since some point in the past."""
-        return time.monotonic()
-
-    def wait(self, seconds: float, stop: threading.Event) -> None:
-        """Sleeps, unless `stop` is set meanwhile."""
-        stop.wait(seconds)
-
 
 class Cancelled(Exception):  # noqa: N818  not an error: nobody waits for the result any more
     """The read was given up because another one failed or the user interrupted."""
 
 
 class _Again(Exception):  # noqa: N818
-    """This attempt failed in a way that another may not."""
+    """This try failed in a way that another may not."""
 
     def __init__(self, error: SourceError, after: float | None = None) -> None:
         super().__init__(str(error))
@@ -78,10 +57,46 @@ class _Limited(Exception):  # noqa: N818
         self.after = after
 
 
-class _Refused(Exception):  # noqa: N818
-    def __init__(self, answer: Refusal) -> None:
-        super().__init__()
-        self.answer = answer
+class _Reading:
+    """How far one read has come: `body` so far, and where it ends, as far as is known."""
+
+    def __init__(self, wanted: Wanted, stop: threading.Event) -> None:
+        self.wanted, self.stop = wanted, stop
+        self.body = bytearray()
+        self.end = wanted.stop
+
+    @property
+    def at(self) -> int:
+        """The byte of the file to be read next."""
+        return self.wanted.start + len(self.body)
+
+    @property
+    def done(self) -> bool:
+        return self.end is not None and self.at >= self.end
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the file is wanted."""
+        return self.wanted.start == 0 and self.end in (None, self.wanted.size)
+
+    @property
+    def range(self) -> dict[str, str]:
+        """The header that asks for the rest; none to ask for all of a file."""
+        if self.whole and not self.body:
+            return {}
+        return {"range": f"bytes={self.at}-{'' if self.end is None else self.end - 1}"}
+
+    def pour(self, response: Any, limit: int) -> bool:
+        """Adds at most `limit` bytes of a response; False when it had more, which are left where they are."""
+        room = limit
+        for piece in response.iter_raw():
+            if self.stop.is_set():
+                raise Cancelled
+            self.body += piece[:room]
+            if len(piece) > room:
+                return False
+            room -= len(piece)
+        return True
 
 
 class Transfer:
@@ -91,20 +106,15 @@ class Transfer:
         self,
         client: Callable[[], Any],
         errors: tuple[type[Exception], ...],
+        pace: Pace,
         *,
         headers: Mapping[str, str],
         secret: Mapping[str, str],
         timeout: float | None,
-        progress: Progress,
-        clock: Clock | None = None,
     ) -> None:
         """`errors` are what the client raises; `timeout` is in seconds without a byte."""
-        self._client, self._errors = client, errors
-        self._headers, self._secret = dict(headers), dict(secret)
-        self._timeout, self._progress, self._clock = timeout, progress, clock or Clock()
-        self._lock = threading.Lock()
-        self._not_before = 0.0
-        self._waited = 0.0
+        self._client, self._errors, self._pace = client, errors, pace
+        self._headers, self._secret, self._timeout = dict(headers), dict(secret), timeout
         self._reached: set[tuple[str, str | None, int | None]] = set()
         self._moved: dict[str, str] = {}
 
@@ -113,134 +123,52 @@ class Transfer:
 
         Raises SourceError for what would befall any other read as well, Cancelled once `stop` is set.
         """
-        body = bytearray()
-        tries = limits = 0
-        while wanted.stop is None or wanted.start + len(body) < wanted.stop:
-            self._hold(stop)
-            mark, signed = len(body), wanted.url in self._moved
+        reading = _Reading(wanted, stop)
+        failed = limits = 0
+        while not reading.done:
+            self._pace.hold(stop)
+            if stop.is_set():
+                raise Cancelled
+            before, signed = len(reading.body), wanted.url in self._moved
             try:
-                problem = self._attempt(wanted, body, stop)
+                problem = self._attempt(reading)
             except _Limited as limit:
                 limits += 1
-                self._limit(limit.after if limit.after else min(2.0 ** min(limits, 6), 60.0), wanted.asked)
+                self._pace.limit(limit.after, limits, wanted.asked.host)
                 continue
             except _Again as again:
                 self._moved.pop(wanted.url, None)
-                tries = tries + 1 if len(body) - mark < _GAIN else 1
-                if tries >= TRIES:
-                    raise _spent(again.error) from again
-                self._clock.wait(max(_BACKOFF[tries - 1], min(again.after or 0.0, 60.0)), stop)
+                failed = failed + 1 if len(reading.body) - before < _GAIN else 1
+                self._pace.back_off(failed, again.error, again.after, stop)
                 continue
-            except _Refused as refused:
-                self._moved.pop(wanted.url, None)
-                if signed:
-                    continue  # an address that ran out: ask the Hub for a new one
-                return refused.answer
-            if problem is not None or wanted.stop is None:
-                return problem or bytes(body)
-        return bytes(body)
+            if isinstance(problem, Refusal) and self._moved.pop(wanted.url, "") and signed:
+                continue  # an address that ran out: ask the Hub for a new one
+            if problem is not None:
+                return problem
+        return bytes(reading.body)
 
-    def _attempt(self, wanted: Wanted, body: bytearray, stop: threading.Event) -> Unreadable | None:
-        """Adds to `body` what one request, redirects followed, gives."""
-        url = self._moved.get(wanted.url, wanted.url)
-        if wanted.whole and not body:
-            span = {}
-        else:
-            span = {"range": f"bytes={wanted.start + len(body)}-{'' if wanted.stop is None else wanted.stop - 1}"}
-        trusted = _origin(url) == _origin(wanted.url)
+    def _attempt(self, reading: _Reading) -> Unreadable | Refusal | None:
+        """Takes what one request, redirects followed, gives."""
+        asked, home = reading.wanted.asked, reading.wanted.url
+        url = self._moved.get(home, home)
+        trusted = url == home
         for _ in range(MAX_REDIRECTS):
-            headers = {**self._headers, **(self._secret if trusted else {}), **span}
+            headers = {**self._headers, **(self._secret if trusted else {}), **reading.range}
             try:
                 with self._client().stream(
                     "GET", url, headers=headers, timeout=self._timeout, follow_redirects=False
                 ) as response:
                     self._reached.add(_origin(url))
                     if response.status_code not in _MOVED:
-                        asked = wanted.asked if trusted else _elsewhere(wanted.asked, url)
-                        return self._take(response, wanted, asked, body, ranged=bool(span), stop=stop)
-                    url, trusted = self._follow(response, url, trusted, wanted)
+                        return _take(response, reading, asked if trusted else _elsewhere(asked, url))
+                    _beginning(response)
+                    url = _target(response, url, asked)
             except self._errors as error:
-                raise self._failed(error, url, wanted.asked) from error
-        raise SourceError(
-            f"{wanted.asked.host} redirects {wanted.asked.what} in a circle.", "Check HF_ENDPOINT and proxy settings."
-        )
-
-    def _follow(self, response: Any, url: str, trusted: bool, wanted: Wanted) -> tuple[str, bool]:
-        """Where a redirect leads, and whether the token may go there: once it has left the host, it stays away."""
-        _small_body(response)
-        try:
-            target = urljoin(url, response.headers.get("location", ""))
-            parts, origin = urlsplit(target), _origin(target)
-        except ValueError:
-            target, parts, origin = "", urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or origin is None:
-            raise SourceError(
-                f"{wanted.asked.host} redirects {wanted.asked.what} to no web address.", "Check HF_ENDPOINT."
-            )
-        trusted = trusted and origin == _origin(wanted.url)
-        if not trusted:
-            self._moved[wanted.url] = target
-        return target, trusted
-
-    def _take(
-        self, response: Any, wanted: Wanted, asked: Asked, body: bytearray, *, ranged: bool, stop: threading.Event
-    ) -> Unreadable | None:
-        status = response.status_code
-        if status == 416:
-            _small_body(response)
-            return Unreadable(f"{asked.host} says that the file ends before byte {wanted.start + len(body):,}")
-        if status == 429:
-            _small_body(response)
-            raise _Limited(retry_after(response.headers))
-        if status not in (200, 206):
-            answer = refusal(status, response.headers, _small_body(response), asked)
-            if status == 408 or status >= 500:
-                raise _Again(explain(answer), retry_after(response.headers))
-            raise _Refused(answer)
-        if response.headers.get("content-encoding", "identity") != "identity":
-            return Unreadable(f"{asked.host} compresses the file, though asked not to")
-        if status == 206 and ranged:
-            return self._take_part(response, wanted, asked, body, stop)
-        if status == 206 or not wanted.whole:
-            return Unreadable(f"{asked.host} does not honour range requests, so reading it would mean downloading it")
-        body.clear()  # the server cannot resume: it sends the whole again
-        limit = MAX_WHOLE if wanted.size is None else wanted.size
-        got = self._pour(response, body, limit, stop)
-        if got > limit:
-            return Unreadable(f"{asked.host} sends more than the {limit:,} bytes that it may hold")
-        if wanted.size is not None and len(body) < wanted.size:
-            raise _Again(_cut(asked))
-        return None
-
-    def _take_part(
-        self, response: Any, wanted: Wanted, asked: Asked, body: bytearray, stop: threading.Event
-    ) -> Unreadable | None:
-        host = asked.host
-        told = _RANGE.fullmatch(response.headers.get("content-range", "").strip())
-        at = wanted.start + len(body)
-        if told is None or int(told[1]) != at or int(told[2]) < at:
-            return Unreadable(f"{host} sends another range than the one asked for")
-        if told[3] != "*" and wanted.size is not None and int(told[3]) != wanted.size:
-            return Unreadable(f"{host} lists it with {wanted.size:,} bytes, but serves {int(told[3]):,}")
-        end = int(told[2]) + 1 if wanted.stop is None else min(int(told[2]) + 1, wanted.stop)
-        if self._pour(response, body, end - at, stop) > end - at:
-            return Unreadable(f"{host} sends more than the range asked for")
-        if wanted.start + len(body) < end:
-            raise _Again(_cut(asked))
-        return None
-
-    @staticmethod
-    def _pour(response: Any, body: bytearray, limit: int, stop: threading.Event) -> int:
-        """Adds at most `limit` bytes to `body`; returns how many came, which is more than `limit` when there were more."""
-        got = 0
-        for piece in response.iter_raw():
-            if stop.is_set():
-                raise Cancelled
-            body += piece[: limit - got]
-            got += len(piece)
-            if got > limit:
-                break
-        return got
+                raise self._failed(error, url, asked) from error
+            if not trusted or _origin(url) != _origin(home):
+                trusted = False  # what has left the host stays without the token, even if it comes back
+                self._moved[home] = url
+        raise SourceError(f"{asked.host} redirects {asked.what} in a circle.", "Check HF_ENDPOINT and proxy settings.")
 
     def _failed(self, error: Exception, url: str, asked: Asked) -> Exception:
         """What to raise for an error of the client: worth another try, unless nothing was ever heard from that host."""
@@ -248,36 +176,94 @@ class Transfer:
         host = asked.host if parts.netloc == urlsplit(asked.endpoint).netloc else parts.netloc.rpartition("@")[2]
         proxies = {} if proxy_bypass(parts.hostname or "") else getproxies()
         explained = unreachable(error, asked, proxies.get(parts.scheme) or proxies.get("all"), host)
-        connecting = any(
-            kind.__name__ in ("ConnectError", "ConnectTimeout", "ProxyError") for kind in type(error).__mro__
-        )
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        connecting = kinds & {"ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol"}
         return explained if connecting and _origin(url) not in self._reached else _Again(explained)
 
-    def _limit(self, after: float, asked: Asked) -> None:
-        """Holds every read back for `after` seconds. Raises SourceError when that goes beyond what is worth waiting for."""
-        with self._lock:
-            now = self._clock.now()
-            more = now + after - max(now, self._not_before)
-            if more <= 0:
-                return
-            if self._waited + more > MAX_WAIT:
-                raise SourceError(
-                    f"{asked.host} limits the rate of requests and asks to wait {after:,.0f} s.",
-                    "Try again later, with fewer --jobs; with HF_TOKEN set, the limit is higher.",
-                )
-            self._waited += more
-            self._not_before = now + after
-        self._progress.note(f"{asked.host} limits the rate of requests: waiting {after:,.0f} s.")
 
-    def _hold(self, stop: threading.Event) -> None:
-        if (delay := self._not_before - self._clock.now()) > 0:
-            self._clock.wait(delay, stop)
-        if stop.is_set():
-            raise Cancelled
+def _take(response: Any, reading: _Reading, asked: Asked) -> Unreadable | Refusal | None:
+    """Takes the body of an answer that is no redirect; None when it went as it should."""
+    status = response.status_code
+    if status == 416:
+        return _beyond(response, reading, asked)
+    if status == 429:
+        _beginning(response)
+        raise _Limited(retry_after(response.headers))
+    if status not in (200, 206):
+        answer = refusal(status, response.headers, _beginning(response), asked)
+        if status == 408 or status >= 500:
+            raise _Again(explain(answer), retry_after(response.headers))
+        return answer
+    if response.headers.get("content-encoding", "identity") != "identity":
+        return Unreadable(f"{asked.host} compresses the file, though asked not to")
+    ranged = bool(reading.range)
+    if status == 206 and ranged:
+        return _take_part(response, reading, asked)
+    if status == 200 and (not ranged or _is_all(response, reading)):
+        return _take_all(response, reading, asked)
+    return Unreadable(f"{asked.host} does not honour range requests, so reading it would mean downloading it")
 
 
-def _spent(error: SourceError) -> SourceError:
-    return SourceError(f"{error.message.rstrip('.')} (tried {TRIES} times).", error.hint)
+def _take_part(response: Any, reading: _Reading, asked: Asked) -> Unreadable | None:
+    size, at = reading.wanted.size, reading.at
+    told = _RANGE.fullmatch(response.headers.get("content-range", "").strip())
+    if told is None or told[1] is None or int(told[1]) != at or int(told[2]) < at:
+        return Unreadable(f"{asked.host} sends another range than the one asked for")
+    stop = int(told[2]) + 1
+    if told[3] != "*":
+        total = int(told[3])
+        if size is not None and total != size:
+            return Unreadable(f"{asked.host} lists it with {size:,} bytes, but serves {total:,}")
+        reading.end = total if reading.end is None else min(reading.end, total)
+    stop = stop if reading.end is None else min(stop, reading.end)
+    if not reading.pour(response, stop - at):
+        return Unreadable(f"{asked.host} sends more than the range asked for")
+    if reading.at < stop:
+        raise _Again(_cut(asked))
+    reading.end = reading.end or reading.at
+    return None
+
+
+def _is_all(response: Any, reading: _Reading) -> bool:
+    """Whether 200 to a range is no harm: all of the file is wanted anyway, or all of it is no more than was asked for."""
+    if reading.whole or reading.wanted.start or reading.end is None:
+        return reading.whole
+    length = response.headers.get("content-length", "")
+    return reading.wanted.size is None and length.isdigit() and int(length) <= reading.end
+
+
+def _take_all(response: Any, reading: _Reading, asked: Asked) -> Unreadable | None:
+    reading.body.clear()  # a server that cannot resume sends all of it again
+    size = reading.wanted.size
+    limit = size if size is not None else min(reading.end or MAX_WHOLE, MAX_WHOLE)
+    if not reading.pour(response, limit):
+        return Unreadable(f"{asked.host} sends more than the {limit:,} bytes that it may hold")
+    if size is not None and reading.at < size:
+        raise _Again(_cut(asked))
+    reading.end = reading.at
+    return None
+
+
+def _beyond(response: Any, reading: _Reading, asked: Asked) -> Unreadable | None:
+    """A range that begins behind the end: nothing is left to read where the size was not known, else the listing is wrong."""
+    _beginning(response)
+    told = _RANGE.fullmatch(response.headers.get("content-range", "").strip())
+    if reading.wanted.size is None and told is not None and told[3] != "*" and int(told[3]) <= reading.at:
+        reading.end = reading.at
+        return None
+    return Unreadable(f"{asked.host} says that the file ends before byte {reading.at:,}")
+
+
+def _target(response: Any, url: str, asked: Asked) -> str:
+    """Where a redirect leads."""
+    try:
+        target = urljoin(url, str(response.headers.get("location", "")))
+        scheme, host, _ = _origin(target)
+    except ValueError:
+        target, scheme, host = "", "", None
+    if scheme not in ("http", "https") or not host or not target.isprintable():
+        raise SourceError(f"{asked.host} redirects {asked.what} to no web address.", "Check HF_ENDPOINT.")
+    return target
 
 
 def _cut(asked: Asked) -> SourceError:
@@ -289,11 +275,12 @@ def _elsewhere(asked: Asked, url: str) -> Asked:
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port. Raises ValueError for what is no address."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
-def _small_body(response: Any) -> bytes:
+def _beginning(response: Any) -> bytes:
     """The beginning of a body that is not worth more; read to its end when short, so that the connection stays usable."""
     body = bytearray()
     for piece in response.iter_raw():
