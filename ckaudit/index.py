@@ -17,6 +17,7 @@ from ckaudit.header import MAX_DEFECTS, Defect
 _CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _WEIGHT_MAP = re.compile(rb'"weight_map"\s*:\s*(?=\{)')
+_MAX_METADATA = 1_000_000
 _STR = msgspec.json.Decoder(str)
 _MAP = msgspec.json.Decoder(dict[str, str])
 
@@ -134,7 +135,7 @@ def _metadata(raw: bytes | None) -> tuple[dict[str, Any], list[Defect]]:
     if raw is None:
         return {}, [Defect("index-metadata", "metadata", "an object", "none")]
     try:
-        metadata = msgspec.json.decode(raw)
+        metadata = msgspec.json.decode(raw) if len(raw) <= _MAX_METADATA else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict):

@@ -87,7 +87,7 @@ TEXTS = (
 )  # fmt: skip
 """Small files that decide how weights are loaded."""
 
-MAX_TEXT = 16_000_000
+MAX_TEXT = 4_000_000
 """Bytes. A longer file of these names, or a longer Python file, is not read."""
 
 
