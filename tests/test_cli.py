@@ -13,14 +13,18 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from make_fixtures import llama
 
 from ckaudit.report import schema_v1
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "fixtures"
-RULES = """
-[book]
-"""
+
+
+@pytest.fixture
+def book() -> str:
+    """An engine without torch and without a process: a rule book for the fixtures' Llama."""
+    return f"rules:{Path(__file__).parent / 'llama.toml'}"
 
 
 def ckaudit(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
@@ -188,8 +192,11 @@ class TestNames:
         assert first == second
 
     def test_quiet(self, book: str) -> None:
-        done = ckaudit("names", good(), "--engine", book, "--quiet")
-        assert len(done.stdout.strip().splitlines()) == 3  # verdict, blank, summary
+        done = ckaudit("names", str(FIXTURES / "llama-extra-bias"), "--engine", book, "--quiet")
+        lines = done.stdout.splitlines()
+        assert lines[0].startswith("✗ fails")
+        assert lines[-1].startswith("1 error ·")
+        assert "CK203" not in done.stdout
 
     def test_fail_on(self, book: str) -> None:
         target = str(FIXTURES / "llama-extra-bias")
@@ -197,15 +204,13 @@ class TestNames:
         assert codes == {"note": 1, "never": 0}
 
     def test_a_reader_that_goes_away_is_no_error(self, book: str) -> None:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "ckaudit", "names", good(), "--engine", book, "--json", "-", "--names"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        assert run.stdout is not None
-        assert run.stderr is not None
-        run.stdout.close()
-        assert run.stderr.read() == ""
-        assert run.wait(60) == 0
+        command = [sys.executable, "-m", "ckaudit", "names", good(), "--engine", book, "--json", "-", "--names"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+            assert run.stdout is not None
+            assert run.stderr is not None
+            run.stdout.close()
+            assert run.stderr.read() == ""
+            assert run.wait(60) == 0
 
     def test_colours_on_a_terminal_unless_no_color(self, book: str) -> None:
         assert "\x1b[1;32m✓ loads" in _on_a_terminal("names", good(), "--engine", book)
@@ -240,6 +245,35 @@ class TestExplain:
         done = ckaudit("explain", good(), "model.norn.weight", "--engine", book)
         assert done.returncode == 2
         assert "Did you mean 'model.norm.weight'?" in done.stderr
+
+
+class TestRulesLint:
+    BOOK = str(Path(__file__).parent / "llama.toml")
+
+    def test_without_names_what_needs_them_is_not_judged(self) -> None:
+        done = ckaudit("rules", "lint", self.BOOK)
+        assert done.returncode == 0, done.stderr
+        assert "no names were given" in done.stdout
+
+    def test_on_a_target_and_on_a_list(self, tmp_path: Path) -> None:
+        names = tmp_path / "names.txt"
+        names.write_text("".join(f"{n}\n" for n in llama()))
+        on_target = ckaudit("rules", "lint", self.BOOK, "--target", good())
+        on_list = ckaudit("rules", "lint", self.BOOK, "--names-file", str(names))
+        assert (on_target.returncode, on_list.returncode) == (0, 0)
+        assert "tried on 21 names" in on_target.stdout
+        assert on_list.stdout == on_target.stdout
+
+    def test_a_book_that_cascades(self, tmp_path: Path) -> None:
+        bad = tmp_path / "bad.toml"
+        bad.write_text(Path(self.BOOK).read_text().replace('".', '"'))  # keys lose their dot, as in vLLM 0.25
+        done = ckaudit("rules", "lint", str(bad), "--target", good())
+        assert done.returncode == 1
+        assert "CK701" in done.stdout
+
+    def test_two_lists_of_names(self) -> None:
+        done = ckaudit("rules", "lint", self.BOOK, "--target", good(), "--names-file", "x")
+        assert (done.returncode, done.stdout) == (2, "")
 
 
 class TestChecks:
