@@ -194,9 +194,9 @@ class TestNames:
     def test_quiet(self, book: str) -> None:
         done = ckaudit("names", str(FIXTURES / "llama-extra-bias"), "--engine", book, "--quiet")
         lines = done.stdout.splitlines()
-        assert lines[0].startswith("✗ fails")
-        assert lines[-1].startswith("1 error ·")
-        assert "CK203" not in done.stdout
+        assert lines[0].startswith("! loads with loss")  # vLLM passes over a bias that it does not know
+        assert f"exit {done.returncode}:" in lines[-1]
+        assert "CK2" not in done.stdout
 
     def test_fail_on(self, book: str) -> None:
         target = str(FIXTURES / "llama-extra-bias")
