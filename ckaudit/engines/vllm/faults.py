@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
+from ckaudit.plan import Step
 
 MOST_ATTEMPTS = 40
 _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -20,6 +21,8 @@ class Fault(NamedTuple):
     raised: Raised
     names: tuple[str, ...]
     assumed: tuple[str, ...]
+    chain: tuple[Step, ...] = ()
+    """The rules that had changed the first name when the loader raised."""
 
 
 class Story(NamedTuple):
@@ -55,7 +58,8 @@ def tell(load: Load, tensors: Sequence[TensorSpec], deadline: float) -> Story:
         if culprit is None:
             return Story((*faults, Fault(raised, (), ())), seen, "the tensor that the loader raised at was not found", shapes)
         aside = _siblings(culprit, left, seen, faults)
-        faults.append(Fault(raised, (culprit,), tuple(n for n in aside if n != culprit)))
+        faults.append(Fault(raised, (culprit,), tuple(n for n in aside if n != culprit),
+                            tuple(seen.rules.chains.get(culprit, ()))))  # fmt: skip
         gone = set(aside)
         left = [t for t in left if t.name not in gone]
         if len(faults) >= MOST_ATTEMPTS or time.monotonic() + (time.monotonic() - began) > deadline:

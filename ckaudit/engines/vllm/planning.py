@@ -50,7 +50,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         parameters=parameters,
         collisions=_collisions(last),
         mismatches=(*_shape_mismatches(story), *_casts(last)),
-        rules=last.rules.hits(plan.release),
+        rules=last.rules.hits(plan.release, [step for fault in story.faults for step in fault.chain]),
         notes=tuple(_notes(story)),
     )
 
@@ -73,6 +73,8 @@ def _names(story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any
 
 def _name(name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]) -> NameFate:
     chain = tuple(last.rules.chains.get(name, ()))
+    if fault is not None and name in fault.names:
+        chain = fault.chain
     shard = last.shards.get(name) or next((s.shard for s in reversed(chain) if s.shard), None)
     if fault is not None:
         fate: Fate = "not_reached" if is_shape_fault(fault.raised) else "unmatched"

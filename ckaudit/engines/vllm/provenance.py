@@ -267,7 +267,8 @@ class Provenance(TorchDispatchMode):
             frame = frame.f_back
             if frame is None or name in self.shards:
                 break
-            local = frame.f_locals if "weight_loader" in frame.f_code.co_name or "load" in frame.f_code.co_name else {}
+            # Only what a loader was called with: `load_weights` has loop variables of the same names, left from another weight.
+            local = frame.f_locals if "weight_loader" in frame.f_code.co_name else {}
             shard = shard if shard is not None else local.get("loaded_shard_id", local.get("shard_id"))
             expert = expert if expert is not None else local.get("expert_id")
         if isinstance(shard, str | int | tuple):

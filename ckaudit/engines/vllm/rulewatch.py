@@ -32,7 +32,7 @@ class RuleWatch:
         self.chains: dict[str, list[Step]] = {}
         self.dropped: dict[str, Step] = {}
         self._mappers: dict[tuple[int, str], tuple[Any, Mapper | None]] = {}
-        self._hits: dict[tuple[str, str, str | None, str], int] = {}
+        self._rules: dict[tuple[str, str, str | None, str], None] = {}
         self._files: dict[str, str] = {}
 
     @contextmanager
@@ -98,7 +98,7 @@ class RuleWatch:
         if key not in self._mappers:
             rules = list(_rules(mapper))
             for rule in rules:
-                self._hits.setdefault((rule.kind, rule.key, rule.to, place), 0)
+                self._rules[(rule.kind, rule.key, rule.to, place)] = None
             try:
                 self._mappers[key] = (mapper, Mapper(rules, place))
             except RuleError:
@@ -113,20 +113,22 @@ class RuleWatch:
             steps = [s for s in mapped.steps if s.after != s.before]
         else:
             steps = [Step("mapper", "", place, key, out)] if out != key else []
-        for step in steps:
-            rule = next((r for r in (copy.rules if copy else ()) if (r.kind, r.key) == (step.rule, step.key)), None)
-            if rule is not None:
-                self._hits[(rule.kind, rule.key, rule.to, place)] += 1
         if name is not None:
             self.chains.setdefault(name, []).extend(steps)
             if out is None and steps:
                 self.dropped[name] = steps[-1]
 
-    def hits(self, release: str | None) -> tuple[RuleHit, ...]:
-        """Every rule of every mapper that was applied, with the number of names it changed."""
+    def hits(self, release: str | None, further: Iterable[Step] = ()) -> tuple[RuleHit, ...]:
+        """Every rule of every mapper that was applied, with the number of names it changed; `further` steps were seen in other loads."""
+        counts = dict.fromkeys(self._rules, 0)
+        by_step = {(kind, key, at): (kind, key, to, at) for kind, key, to, at in counts}
+        for step in [*(s for chain in self.chains.values() for s in chain), *further]:
+            rule = by_step.get((step.rule, step.key, step.at))
+            if rule is not None:
+                counts[rule] += 1
         return tuple(
             RuleHit(kind, key, to, at, n, f"vllm {release or 'live'}, {self._files.get(at, '')}")
-            for (kind, key, to, at), n in self._hits.items()
+            for (kind, key, to, at), n in counts.items()
         )
 
 
