@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from ckaudit.plan import Failure
 from tests.toy import CONFIG, checkpoint, findings, only, plan, told
 
 Leaves = Mapping[str, tuple[str, list[int]]]
@@ -210,6 +211,18 @@ class TestEngine:
         source = checkpoint(tensors, config(SCHEMES["packed"][0]))
         finding = only(source, plan(source, [f"model.layers.{i}.experts.up_proj" for i in range(3)]))
         assert (finding.check, finding.count) == ("CK305", 36)
+
+    def test_weights_of_mlx_on_an_engine_that_has_no_such_scheme(self) -> None:
+        source = checkpoint(quantised(SCHEMES["mlx"][1]), config(SCHEMES["mlx"][0]))
+        failing = plan(
+            source,
+            [f"{m}.weight" for m in LINEARS],
+            error="ValueError: no quant_method",
+            failures=(Failure("ValueError: no quant_method"),),
+        )
+        finding = only(source, failing)
+        assert (finding.check, finding.blame, finding.count) == ("CK305", "checkpoint", len(LINEARS))
+        assert findings(source, plan(source, list(source.tensors))) == []
 
     def test_scales_of_the_cache_that_are_dropped(self) -> None:
         method, leaves = SCHEMES["fp8 tensor"]

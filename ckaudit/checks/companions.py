@@ -223,6 +223,22 @@ def _dense(config: dict[str, Any]) -> bool:
     return config.get("format") == "dense" or config.get("quantization_status") == "frozen" or groups == {}
 
 
+def mlx_only(case: Case) -> Iterator[Finding]:
+    """Weights that MLX quantised, on an engine that does not know them: its error or its losses have this one cause."""
+    modules = [
+        m for s, kinds in recognised(case.facts).items() if s.name == "MLX" for group in kinds.values() for m in group
+    ]
+    lost = case.plan.error is not None or any(_TAIL.search(n) for n in case.strays)
+    if modules and lost and case.plan.engine != "mlx":
+        yield case.finding(
+            SCHEME, f"{len(modules)} modules are quantised by MLX, in a format that {case.plan.id} does not read.",
+            names=[f"{m}.scales" for m in modules], blame="checkpoint",
+            mend="Load it with MLX (mlx-lm, mlx-vlm), or take the original weights.", wanted="a scheme of the engine's own", found="MLX",
+        )  # fmt: skip
+        case.take([*case.strays, *case.not_reached], list(case.gaps))
+        case.failures.clear()
+
+
 def unquantised_here(case: Case) -> Iterator[Finding]:
     """Strays that belong to a quantised weight: this engine builds those modules unquantised, or knows no such companions."""
     told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}

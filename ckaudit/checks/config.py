@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
@@ -146,25 +146,34 @@ def whole_parts(case: Case) -> Iterator[Finding]:
     """
     if not case.strays and not case.gaps:
         return
-    arch = case.plan.architecture or "the class"
+    arch = printable(case.plan.architecture or "the class")
     strays = _parts(case.strays, (n.name for n in case.plan.names))
-    for part, names in strays.items():
+    if strays:
+        names = [n for part in strays.values() for n in part]
         yield case.finding(
-            WRONG_CLASS, f"`{printable(part)}.` ({len(names)} tensors) has no place in {printable(arch)}.", names=names,
+            WRONG_CLASS, f"{_told(strays, 'tensor')} {'has' if len(strays) == 1 else 'have'} no place in {arch}.", names=names,
             blame=None if case.loads_elsewhere(names) else "config",
-            mend="Name the class that has this part in `architectures`, or take the part out.", wanted=f"a class with {printable(part)}",
-            found=printable(arch),
+            mend="Name the class that has this part in `architectures`, or take the part out.",
+            wanted=f"a class with {_first(strays)}", found=arch,
         )  # fmt: skip
         case.take(names)
     gaps = _parts((g for g, p in case.gaps.items() if p.coverage == "none"), (p.name for p in case.plan.parameters))
-    for part, names in gaps.items():
+    if gaps:
+        names = [n for part in gaps.values() for n in part]
         yield case.finding(
-            WRONG_CLASS,
-            f"{printable(arch)} has a part `{printable(part)}.` ({len(names)} parameters), and none of it is stored.",
-            parameters=names, blame="config", mend="Name the class without this part in `architectures`, or add its weights.",
-            wanted=f"{printable(part)}.*", found="nothing stored",
+            WRONG_CLASS, f"{arch} has parts of which nothing is stored: {_told(gaps, 'parameter')}.", parameters=names, blame="config",
+            mend="Name the class without this part in `architectures`, or add its weights.",
+            wanted=f"{_first(gaps)}*", found="nothing stored",
         )  # fmt: skip
         case.take((), names)
+
+
+def _told(parts: dict[str, list[str]], word: str) -> str:
+    return ", ".join(f"`{printable(p)}.` ({many(len(names), word)})" for p, names in parts.items())
+
+
+def _first(parts: dict[str, list[str]]) -> str:
+    return f"{printable(next(iter(parts)))}."
 
 
 def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
