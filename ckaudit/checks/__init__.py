@@ -49,7 +49,9 @@ ON_FILES: tuple[OnFiles, ...] = (
 )  # fmt: skip
 """What can be told from names, shapes and config alone."""
 
-WITHOUT_ENGINE: tuple[OnFiles, ...] = (prefixes.wrapped, config.layer_counts, config.expert_counts, config.vocabulary)
+WITHOUT_ENGINE: tuple[OnFiles, ...] = (
+    config.own_code, config.layer_counts, config.expert_counts, config.vocabulary, prefixes.wrapped,
+)  # fmt: skip
 """What an engine knows better; told from the files where none could be judged."""
 
 EXPLAIN: tuple[Explain, ...] = (
@@ -108,5 +110,5 @@ def _skips(facts: Facts, plans: Sequence[Plan]) -> Iterator[Skip]:
             for check in _NEEDS_ENGINE:
                 yield Skip(check, plan.not_judged, plan.id)
         for topic in plan.unjudged:
-            check = UNJUDGED.get(topic.topic, tensors.UNDECIDABLE).id
-            yield Skip(check, topic.reason, plan.id)
+            row = UNJUDGED.get(topic.topic)
+            yield Skip(row.id if row else topic.topic, topic.reason, plan.id)

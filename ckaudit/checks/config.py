@@ -23,7 +23,7 @@ _TEXT = re.compile(r"(^|\.)(language_model|text_model|model|llm|transformer|deco
 
 
 def readable(facts: Facts) -> Iterator[Finding]:
-    """Whether there is a config that names a class; what ships its own code is told as a note."""
+    """Whether there is a config, and whether it names a class."""
     checkpoint = facts.checkpoint
     names = (*checkpoint.files, *checkpoint.texts)
     if checkpoint.config is None:
@@ -43,10 +43,14 @@ def readable(facts: Facts) -> Iterator[Finding]:
             facts, NO_CLASS, "config.json names no class (`architectures`): engines have to guess which head the model has.",
             blame="config", mend='Add "architectures": ["…"] as in the model that these weights were trained from.',
         )  # fmt: skip
-    elif isinstance(auto := checkpoint.config.get("auto_map"), dict) and auto:
+
+
+def own_code(facts: Facts) -> Iterator[Finding]:
+    """A class that is code of the repo: no engine has it of its own, or not under this name."""
+    if isinstance(auto := facts.config.get("auto_map"), dict) and auto:
         yield on_files(
             facts, NO_CLASS, "The model's class is code of the repo (auto_map); it runs only where that code is trusted.", severity="note",
-            blame="config",
+            blame="config", mend="Audit with --trust-remote-code if you trust it.",
         )  # fmt: skip
 
 
