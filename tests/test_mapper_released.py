@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import released
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckaudit.engines.rules.walk import walk
@@ -316,6 +316,10 @@ SKIPS = st.lists(st.sampled_from(["lm_head.", "mtp.", "model.layers.1", "layers.
 LOADER = st.tuples(TREE_RULES, SKIPS, st.lists(st.sampled_from(["model.layers.", "layers.", "lm_head.x"]), max_size=1))
 
 
+CARRIED: tuple[list[Rule], list[str], list[str]] = ([Rule("stacked", ".q_proj", ".qkv_proj", ("q",))], [], [])
+NOTHING: tuple[list[Rule], list[str], list[str]] = ([], [], [])
+
+
 @pytest.mark.wheel
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_name_ends_where_the_release_leaves_it(release):
@@ -323,6 +327,10 @@ def test_every_name_ends_where_the_release_leaves_it(release):
     kinds = family(release).kinds
 
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @example(
+        {"": CARRIED, "vit.attn": NOTHING}, ["vit.attn.q_proj.weight"]
+    )  # the inner mapper leaves the shard id alone
+    @example({"": NOTHING, "vit.attn": CARRIED}, ["vit.attn.q_proj.weight", "vit.attn.x.bias"])
     @given(
         st.fixed_dictionaries({"": LOADER}, optional={"model": LOADER, "vit.attn": LOADER}),
         st.lists(PATH, min_size=1, max_size=8),
