@@ -26,8 +26,8 @@ _VARIANT = re.compile(
 UNKNOWN_GUESS = 131_072
 """Bytes read at first of a file of which no index tells anything: enough for about a thousand tensors."""
 
-# One entry besides its name and the digits of its offsets: `"":{"dtype":"BF16","shape":[4096,14336],"data_offsets":[,]},` is 61 and 63 in F8_E4M3;
-# real headers average 48 to 60. Too little costs a request, too much a few bytes.
+# One entry besides its name and the digits of its offsets: `"":{"dtype":"F8_E4M3","shape":[2048,7168],"data_offsets":[,]},` is 63.
+# Real headers average 48 to 60. Too little costs a request, too much a few bytes.
 _ENTRY = 63
 # The prefix, `{"__metadata__":{"format":"pt"},…}` padded to a multiple of 8, and a little for a word more.
 _FRAME = 8 + 48 + 32

@@ -91,7 +91,7 @@ def diagnose(text: bytes, *, whole: bool) -> tuple[dict[str, TensorInfo], dict[s
             if len(defects) > MAX_DEFECTS:
                 break
     except jsonscan.Broken as broken:
-        if whole:
+        if whole and not any(d.code == "header-json" for d in defects):
             found = f"{broken.reason} at byte {8 + broken.at}: {jsonscan.excerpt(text[broken.at : broken.at + 40])}"
             defects.append(Defect("header-json", wanted="a JSON object", found=found))
     return tensors, metadata or {}, defects
@@ -138,7 +138,8 @@ def _entry(name: str, raw: bytes) -> tuple[TensorInfo | None, list[Defect]]:
             if len(defects) > 8:
                 break
     except jsonscan.Broken:
-        return None, [Defect("entry", name, "an object of dtype, shape and data_offsets", jsonscan.excerpt(raw))]
+        code = "header-json" if raw.startswith(b"{") else "entry"
+        return None, [Defect(code, name, "an object of dtype, shape and data_offsets", jsonscan.excerpt(raw))]
     dtype = _text(fields.get("dtype", b""))
     shape = _sizes(fields.get("shape", b""))
     offsets = _sizes(fields.get("data_offsets", b""))

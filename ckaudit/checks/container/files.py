@@ -136,7 +136,12 @@ def _at_stake(shard: Shard, defect: Defect) -> int:
 
 
 def _unmarked(checkpoint: Checkpoint) -> Iterator[Finding]:
-    bare = [s.path for s in checkpoint.shards if s.header and s.header.tensors and "format" not in s.header.metadata]
+    read = [
+        s
+        for s in checkpoint.shards
+        if s.header and s.header.tensors and not any(d.code == "metadata" for d in s.defects)
+    ]
+    bare = [s.path for s in read if s.header and "format" not in s.header.metadata]
     if bare:
         yield finding(
             NO_FORMAT,
