@@ -103,7 +103,7 @@ def _inside_word(key: str, text: str) -> bool:
 
 
 def _word(char: str) -> bool:
-    return char.isalnum() or char == "_"
+    return bool(char) and (char.isalnum() or char == "_")
 
 
 def _shadowed(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
@@ -185,10 +185,10 @@ def _unbounded(place: Place, rewritten: dict[str, Mapped]) -> Iterator[Finding]:
     """A key that can match in the middle of a word: a note by itself, a warning where a name shows it."""
     mend = "Write the key from dot to dot (a prefix ends in a dot, a suffix begins with one)."
     quiet = []
-    for item in filter(_open_ended, place.mapper.rules):
+    for item in place.mapper.rules:
         hits = [n for n, m in rewritten.items() if any(_step_inside(s, item) for s in m.steps)]
         if not hits:
-            quiet.append(item)
+            quiet += [item] if _open_ended(item) else []
             continue
         step = next(s for s in rewritten[hits[0]].steps if _step_inside(s, item))
         text = f"{_quote(item)} matches in the middle of a word: `{printable(step.before)}` -> `{printable(step.after or 'dropped')}`"
@@ -209,14 +209,13 @@ def _open_ended(item: Rule) -> bool:
 
 
 def _step_inside(step: Step, item: Rule) -> bool:
-    if (step.rule, step.key) != (item.kind, item.key):
+    """Whether this step is `item` hitting the middle of a word; a key that ends in `_` is the start of a word on purpose."""
+    if (step.rule, step.key) != (item.kind, item.key) or item.kind in ("regex", "renaming") or not item.key:
         return False
-    if item.kind == "prefix":
-        return _word(step.before[len(item.key) : len(item.key) + 1])
-    if item.kind == "suffix":
-        return _word(step.before[: -len(item.key)][-1:])
-    start = step.before.find(item.key)
-    return _word(step.before[start - 1 : start]) if start else False
+    name, key = step.before, item.key
+    start = 0 if item.kind == "prefix" else len(name) - len(key) if item.kind == "suffix" else name.find(key)
+    before, after = name[start - 1 : start] if start else "", name[start + len(key) :][:1]
+    return (_word(before) and _word(key[0])) or (_word(after) and _word(key[-1]) and key[-1] != "_")
 
 
 def _collisions(book: Book, section: Section, names: Sequence[str]) -> Iterator[Finding]:
