@@ -196,4 +196,3 @@ def _frames(trace: TracebackType | None) -> Iterator[Any]:
     for frame in reversed(frames):
         if not str(frame.f_globals.get("__name__", "")).startswith(("ckaudit.", "torch.")):
             yield frame
-

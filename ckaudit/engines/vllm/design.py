@@ -26,7 +26,9 @@ def name_by_design(name: str, config: Mapping[str, Any]) -> str | None:
     held = _text_config(config)
     if _COMPUTED.search(name):
         return "computed: the engine makes it from the config"
-    if name.endswith(("lm_head.weight", "embed_out.weight")) and held.get("tie_word_embeddings", config.get("tie_word_embeddings")):
+    if name.endswith(("lm_head.weight", "embed_out.weight")) and held.get(
+        "tie_word_embeddings", config.get("tie_word_embeddings")
+    ):
         return "tied: the config ties the head to the input embedding"
     if _DRAFT.search(name):
         return "draft model: multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"

@@ -1,4 +1,4 @@
-"""Every fault of a checkpoint in one run: after the loader raised, the tensor it raised at is set aside and it runs again, on a new model."""
+"""Every fault of a checkpoint in one run: the tensor that the loader raised at is set aside, and it runs again on a new model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def tell(load: Load, tensors: Sequence[TensorSpec], deadline: float) -> Story:
             return Story(tuple(faults), seen, stopped, shapes)
         culprit = _culprit(raised, seen, faults)
         if culprit is None:
-            return Story((*faults, Fault(raised, (), ())), seen, "the tensor that the loader raised at was not found", shapes)
+            return Story(
+                (*faults, Fault(raised, (), ())), seen, "the tensor that the loader raised at was not found", shapes
+            )
         aside = _siblings(culprit, left, seen, faults)
         faults.append(Fault(raised, (culprit,), tuple(n for n in aside if n != culprit),
                             tuple(seen.rules.chains.get(culprit, ()))))  # fmt: skip

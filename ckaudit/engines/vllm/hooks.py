@@ -37,7 +37,7 @@ def hooked(observer: Observer) -> Iterator[None]:
 
     def point(self: torch.Tensor, value: torch.Tensor) -> None:
         observer.replaced(self, value)
-        base.data.__set__(self, value)  # type: ignore[attr-defined]
+        base.data.__set__(self, value)
 
     def register_parameter(self: torch.nn.Module, name: str, param: Any) -> None:
         old = self._parameters.get(name)
@@ -47,10 +47,10 @@ def hooked(observer: Observer) -> Iterator[None]:
 
     tensor.tolist = real(base.tolist)
     tensor.numpy = real(base.numpy)
-    tensor.data = property(base.data.__get__, point)  # type: ignore[attr-defined]
-    torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    tensor.data = property(base.data.__get__, point)
+    torch.nn.Module.register_parameter = register_parameter
     try:
         yield
     finally:
         del tensor.tolist, tensor.numpy, tensor.data
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = register

@@ -56,9 +56,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
 
 
 def _failures(story: Story) -> list[Failure]:
-    out = [
-        Failure(message(f.raised.error), (*f.names, *f.assumed), f.raised.parameter) for f in story.faults
-    ]
+    out = [Failure(message(f.raised.error), (*f.names, *f.assumed), f.raised.parameter) for f in story.faults]
     raised = story.last.raised
     if raised is not None and raised.excuse is None and not story.faults:
         out.append(Failure(message(raised.error), raised.names, raised.parameter))
@@ -71,7 +69,9 @@ def _names(story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any
     return [_name(t.name, story.last, aside.get(t.name), lost, config) for t in tensors]
 
 
-def _name(name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]) -> NameFate:
+def _name(
+    name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]
+) -> NameFate:
     chain = tuple(last.rules.chains.get(name, ()))
     if fault is not None and name in fault.names:
         chain = fault.chain
@@ -94,7 +94,9 @@ def _name(name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str]
         return NameFate(name, "loaded", read=1.0, chain=chain)
     if name in last.rules.dropped:
         return NameFate(name, "dropped", read=0.0, by_design=name_by_design(name, config), chain=chain)
-    return NameFate(name, "ignored", lost.get(name), shard=shard, read=0.0, by_design=name_by_design(name, config), chain=chain)
+    return NameFate(
+        name, "ignored", lost.get(name), shard=shard, read=0.0, by_design=name_by_design(name, config), chain=chain
+    )
 
 
 def _looked_up(fault: Fault, name: str) -> str | None:
@@ -112,7 +114,9 @@ def _looked_up(fault: Fault, name: str) -> str | None:
 
 def is_shape_fault(raised: Raised) -> bool:
     """Whether the loader had the parameter in hand and the tensor did not fit."""
-    return raised.parameter is not None and isinstance(raised.error, AssertionError | RuntimeError | ValueError | IndexError)
+    return raised.parameter is not None and isinstance(
+        raised.error, AssertionError | RuntimeError | ValueError | IndexError
+    )
 
 
 def _shape_mismatches(story: Story) -> list[Mismatch]:
@@ -172,19 +176,37 @@ def _notes(story: Story) -> list[Note]:
     notes = []
     if last.claimed is not None:
         full = {n for n, c in last.result.parameters.items() if c.loaded >= c.elements}
-        none = {n for n, c in last.result.parameters.items() if c.elements and not c.loaded and not c.constant and not c.unknown}
+        none = {
+            n
+            for n, c in last.result.parameters.items()
+            if c.elements and not c.loaded and not c.constant and not c.unknown
+        }
         parameters = {n for n, (_, _, buffer) in last.layout.items() if not buffer}
         unclaimed = sorted((full & parameters) - last.claimed)
         if unclaimed:
-            notes.append(Note("claims-too-little", "the loader does not say that it loaded these, though every element was written", tuple(unclaimed)))
+            notes.append(
+                Note(
+                    "claims-too-little",
+                    "the loader does not say that it loaded these, though every element was written",
+                    tuple(unclaimed),
+                )
+            )
         invented = sorted(none & last.claimed)
         if invented:
-            notes.append(Note("claims-too-much", "the loader says that it loaded these, though nothing was written", tuple(invented)))
+            notes.append(
+                Note(
+                    "claims-too-much",
+                    "the loader says that it loaded these, though nothing was written",
+                    tuple(invented),
+                )
+            )
     wide = {s: n for n, c in last.result.parameters.items() for s in c.broadcast}
     if wide:
         notes.append(Note("broadcast", "one tensor was spread over more elements than it has", tuple(sorted(wide))))
     if last.looked_at:
-        notes.append(Note("values", "the loader looked at the values of these, so their bytes were read", last.looked_at))
+        notes.append(
+            Note("values", "the loader looked at the values of these, so their bytes were read", last.looked_at)
+        )
     assumed = tuple(n for f in story.faults for n in f.assumed)
     if assumed:
         notes.append(Note("assumed", "set aside with a sibling that the loader refused, not tried one by one", assumed))

@@ -66,7 +66,8 @@ def _cuda(machine: Machine, devices: int, interface: Any) -> Any:
     capability = interface.DeviceCapability(*machine.capability)
     name = f"pretended GPU sm{machine.capability[0]}{machine.capability[1]}"
 
-    class Pretended(module.CudaPlatformBase):  # type: ignore[misc, name-defined]
+    # Signatures are vLLM's: it passes these by keyword. ruff: noqa: ARG003
+    class Pretended(module.CudaPlatformBase):  # type: ignore[misc]
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
             return capability
@@ -128,10 +129,10 @@ def _pretend_torch_cuda(machine: Machine, devices: int) -> None:
     )  # fmt: skip
     cuda.device_count = lambda: devices
     cuda.current_device = lambda: 0
-    cuda.get_device_capability = lambda device=None: machine.capability
-    cuda.get_device_properties = lambda device=None: properties
-    cuda.get_device_name = lambda device=None: properties.name
-    cuda.mem_get_info = lambda device=None: (_MEMORY, _MEMORY)
+    cuda.get_device_capability = lambda *_, **__: machine.capability
+    cuda.get_device_properties = lambda *_, **__: properties
+    cuda.get_device_name = lambda *_, **__: properties.name
+    cuda.mem_get_info = lambda *_, **__: (_MEMORY, _MEMORY)
     cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_: None
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_: 0
     cuda.reset_peak_memory_stats = lambda *_: None

@@ -65,7 +65,7 @@ def kind_of(dtype: torch.dtype) -> str:
     return next((kind for prefix, kind in _KINDS if name.startswith(prefix)), "int")
 
 
-class Provenance(TorchDispatchMode):
+class Provenance(TorchDispatchMode):  # type: ignore[misc]
     """The observer. Register tensors with `watch` and `yielded`, run the loader inside `with`, then ask `result`."""
 
     def __init__(self, read: Read | None = None) -> None:
@@ -142,7 +142,9 @@ class Provenance(TorchDispatchMode):
             return self._scalar(args[0])
         args, kwargs = self._on_meta(args), self._on_meta(kwargs)
         given = ops.tensors(args) + ops.tensors(kwargs)
-        if (not given and "device" in kwargs) or (kwargs.get("device") is not None and any(t.device.type == "meta" for t in given)):
+        if (not given and "device" in kwargs) or (
+            kwargs.get("device") is not None and any(t.device.type == "meta" for t in given)
+        ):
             kwargs = {**kwargs, "device": torch.device("meta")}
         versions = self._values.before(given)
         try:
@@ -303,7 +305,8 @@ class Provenance(TorchDispatchMode):
     def _parameter(self, name: str, tensor: torch.Tensor, reads: dict[str, list[Piece] | None],
                    into: dict[str, dict[str, None]]) -> ParameterCoverage:  # fmt: skip
         record, item = self._record(tensor), tensor.element_size()
-        tally, order = Tally(), {}
+        tally = Tally()
+        order: dict[str, None] = {}
         casts: dict[tuple[str, str, str], None] = {}
         broadcast: dict[str, None] = {}
         try:
@@ -362,9 +365,10 @@ def _note_read(reads: dict[str, list[Piece] | None], source: str, leaf: Leaf) ->
 
 def _elements(places: list[Piece], tensor: torch.Tensor) -> int | None:
     """Elements of a checkpoint tensor in the union of the places read; None if that cannot be told."""
+    item: int = tensor.element_size()
     if len(places) == 1:
-        return places[0].count * places[0].at[0].item // tensor.element_size()
+        return places[0].elements * places[0].at[0].item // item
     try:
-        return union_bytes(places) // tensor.element_size()
+        return union_bytes(places) // item
     except Inexpressible:
         return None

@@ -13,8 +13,8 @@ import msgspec
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import Job, ReadTensor
-from ckaudit.engines.vllm.session import TREE
-from ckaudit.plan import Plan, Unjudged
+from ckaudit.engines.vllm import TREE
+from ckaudit.plan import Plan
 
 
 def run(job: Job, read: ReadTensor) -> Plan:
@@ -80,6 +80,3 @@ def _id(job: Job) -> str:
 def _line(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text[:600]
-
-
-__all__ = ["Unjudged", "run"]

@@ -24,7 +24,9 @@ _FIELDS: tuple[tuple[str, Kind], ...] = (
 class RuleWatch:
     """Watches one load. `name_of` says which checkpoint tensor a tensor is; `path_of` gives a module's path in the model."""
 
-    def __init__(self, mapper_class: Any, name_of: Callable[[Any], str | None], path_of: Callable[[Any], str | None]) -> None:
+    def __init__(
+        self, mapper_class: Any, name_of: Callable[[Any], str | None], path_of: Callable[[Any], str | None]
+    ) -> None:
         self._class = mapper_class
         self._name_of, self._path_of = name_of, path_of
         self._places: list[str] = []
@@ -59,7 +61,9 @@ class RuleWatch:
             setattr(cls, method, real_map)
             cls.apply = real_apply
 
-    def _apply(self, real: Any, mapper: Any, weights: Iterable[tuple[str, Any]], place: str) -> Iterator[tuple[str, Any]]:
+    def _apply(
+        self, real: Any, mapper: Any, weights: Iterable[tuple[str, Any]], place: str
+    ) -> Iterator[tuple[str, Any]]:
         self._known(mapper, place)
         current: list[str | None] = [None]
 

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckaudit.engines import EngineOptions
-from ckaudit.engines.vllm import platform, stubs
-
-TREE = "CKAUDIT_VLLM_TREE"
-"""Environment variable of a worker: the folder that holds the release's `vllm` package; unset for an installed one."""
-BESIDE = "CKAUDIT_VLLM_BESIDE"
-"""... and of packages that this release needs in another version than the installed one (`os.pathsep` between folders)."""
-PLATFORM = "CKAUDIT_VLLM_PLATFORM"
+from ckaudit.engines.vllm import BESIDE, PLATFORM, TREE, platform, stubs
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
@@ -69,7 +63,7 @@ class Session:
             "model": str(folder), "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 512,
             "trust_remote_code": options.trust_remote_code, "tensor_parallel_size": tp,
         }  # fmt: skip
-        args |= {k: v for k, v in options.vllm.items() if v is not None}
+        args |= {k: v for k, v in options.vllm.items() if v is not None and k != "platform"}
         if options.class_name is not None:
             args["hf_overrides"] = {**(args.get("hf_overrides") or {}), "architectures": [options.class_name]}
         if tp > 1:
@@ -122,11 +116,11 @@ def _stand_in_metadata() -> None:
 
     real = metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return real(name)
+            return real(distribution_name)
         except metadata.PackageNotFoundError:
-            if name == "vllm":
+            if distribution_name == "vllm":
                 return "0.0.0"
             raise
 

@@ -10,6 +10,7 @@ What is not such a chain is unrolled along its shorter dimension; what would nee
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ MOST_BOXES = 20_000
 """Boxes that one cut may need; past that the answer is "unknown" rather than slow."""
 
 
-class Inexpressible(Exception):
+class Inexpressible(Exception):  # noqa: N818  (an answer, not an error)
     """The views do not fit the algebra (they overlap themselves, or need too many boxes): the answer is unknown."""
 
 
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
     at: tuple[Address, ...]
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Elements of the box (an element that is broadcast counts as often as it is used)."""
         return prod(self.sizes)
 
@@ -201,7 +202,7 @@ def _rebuild(ranges: Sequence[tuple[int, int]], keyed: Address, linear: Iterable
 def _chain(a: Sequence[int], b: Sequence[int], item: int) -> list[int] | tuple[int, int]:
     """The strides of both, falling, if each divides the one before; else the first pair that does not."""
     out = sorted({*a, *b, item}, reverse=True)
-    for up, down in zip(out, out[1:], strict=False):
+    for up, down in pairwise(out):
         if up % down:
             return up, down
     return out
@@ -369,7 +370,7 @@ def flat(piece: Piece, key: int) -> Piece:
 
 def union_bytes(places: Iterable[Piece]) -> int:
     """Bytes of one storage that at least one of the (one-address) places touches. Raises Inexpressible."""
-    return sum(p.count * p.at[0].item for p in disjoint(places))
+    return sum(p.elements * p.at[0].item for p in disjoint(places))
 
 
 def disjoint(places: Iterable[Piece]) -> list[Piece]:

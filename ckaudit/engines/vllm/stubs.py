@@ -79,7 +79,7 @@ class Stub(metaclass=_AnyMeta):
             raise AttributeError(name)
         return Stub
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **_: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __class_getitem__(cls, item: Any) -> Any:

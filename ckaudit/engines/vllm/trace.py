@@ -108,7 +108,7 @@ class Tracer:
                 for leaf in self.leaves(source.record, source.upto, part, cast):
                     yield leaf._replace(shared=True) if len(write.sources) > 1 else leaf
         else:
-            whole = write.mode == "mixed" or both.count == write.piece.count
+            whole = write.mode == "mixed" or both.elements == write.piece.elements
             place = Piece(both.sizes, both.at[:1])
             for source in write.sources:
                 view = Piece(source.sizes, (source.at, source.at))
@@ -142,7 +142,7 @@ class Tracer:
 
 def _overlay(log: list[Write]) -> Live:
     """Lay the writes over one another, in groups of those whose spans touch, so that separate writes cost nothing."""
-    spans = sorted((*span(w.piece.sizes, w.piece.at[0]), i) for i, w in enumerate(log) if w.piece.count)
+    spans = sorted((*span(w.piece.sizes, w.piece.at[0]), i) for i, w in enumerate(log) if w.piece.elements)
     live = Live([], [], [])
     group: list[int] = []
     high = -1
@@ -192,11 +192,11 @@ class Tally:
         places = self.places.get(kind, [])
         if self.shared:
             return union_bytes(places)
-        return sum(p.count * p.at[0].item for p in places)
+        return sum(p.elements * p.at[0].item for p in places)
 
     def known_bytes(self, kinds: Iterable[str]) -> int:
         """Bytes of the place that leaves of any of these kinds explain, each byte once."""
-        return union_bytes(p for kind in kinds for p in map(lambda q: flat(q, 0), self.places.get(kind, [])))
+        return union_bytes(p for kind in kinds for p in (flat(q, 0) for q in self.places.get(kind, [])))
 
 
 __all__ = ["Address", "Inexpressible", "Leaf", "Live", "Lost", "Tally", "Tracer", "disjoint", "tidy"]

@@ -17,7 +17,7 @@ SMALL = 1 << 20
 """Bytes. Larger storages are never fetched or computed."""
 
 
-class NoValues(Exception):
+class NoValues(Exception):  # noqa: N818  (a reason not to judge)
     """A loader looked at values that cannot be known here: nothing it does after that can be judged."""
 
 
@@ -136,8 +136,7 @@ class Values:
             return fresh.untyped_storage()
         storage = self._content(record, version - 1).clone()
         target = _strided(storage, step.result)
-        args = [target if isinstance(a, _Held) else a for a in ()] or [target, *args[1:]]
-        step.func(*args, **kwargs)
+        step.func(*_retarget(step, args, target), **_retarget_named(step, kwargs, target))
         return storage
 
     def _beginning(self, record: Record) -> torch.UntypedStorage:
@@ -192,9 +191,26 @@ class Values:
         return out
 
 
+def _is_target(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _retarget(step: _Step, args: list[Any], target: torch.Tensor) -> list[Any]:
+    """The arguments, the one that the operation writes into replaced (a list of targets is not followed)."""
+    marked = [_is_target(a) for a in step.func._schema.arguments]
+    if any(m and isinstance(a, list) for m, a in zip(marked, args, strict=False)):
+        raise NoValues("an operation that writes several tensors")
+    return [target if m else a for m, a in zip(marked, args, strict=False)]
+
+
+def _retarget_named(step: _Step, kwargs: dict[str, Any], target: torch.Tensor) -> dict[str, Any]:
+    marked = {a.name for a in step.func._schema.arguments if _is_target(a)}
+    return {k: target if k in marked else v for k, v in kwargs.items()}
+
+
 def _strided(storage: torch.UntypedStorage, held: _Held) -> torch.Tensor:
     empty = torch.empty(0, dtype=held.dtype)
-    return empty.set_(storage, held.offset, held.shape, held.stride)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, held.offset, held.shape, held.stride)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
