@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from ckaudit.engines import Job
@@ -49,6 +51,8 @@ class View:
             {n: (f, w) for n, f, w in info.mismatched_keys} if info is not None else {}
         )
         self.group_of = {source: group for group in record.groups for source, _ in group.sources}
+        self.shards = {source: shard for group in record.groups for source, shard in _shards(group)}
+        self.pattern_of = {source: pattern for group in record.groups for source, pattern in group.sources}
         self.target_of = {source: target for target, got in record.collected.items() for source, _ in got}
         self.sources_of = {target: names for g in record.groups for target, (names, _) in g.outputs.items()}
         self.unknown = {target for group in record.groups if group.unknown for target in group.targets}
@@ -72,12 +76,12 @@ class View:
         group = self.group_of.get(name)
         if group is None or group.error:
             return NameFate(name=name, fate="not_reached", into=target, read=0.0, chain=chain)
-        shard = _shard(group, name)
+        shard = self.shards.get(name)
         if group.unknown:
             return NameFate(name=name, fate="loaded", into=target, shard=shard, chain=chain)
         reached = self._outputs_of.get(name, [])
         if not reached:
-            by_value = group.by_value and dict(group.sources)[name] in group.patterns
+            by_value = group.by_value and self.pattern_of[name] in group.patterns
             return NameFate(
                 name=name,
                 fate="loaded" if by_value else "ignored",
@@ -195,19 +199,20 @@ def _shape(size: Any) -> str:
     return str(list(size))
 
 
-def _shard(group: Group, name: str) -> str | None:
-    """Which part of a fused parameter a tensor is: its place in the stack, the projection, or both."""
+def _shards(group: Group) -> Iterator[tuple[str, str]]:
+    """(checkpoint name, which part of a fused parameter it is): its place in the stack, the projection, or both."""
     if not group.converter:
-        return None
-    by_pattern = [source for source, p in group.sources if p == dict(group.sources)[name]]
-    pattern = dict(group.sources)[name]
-    parts = []
-    if "*" in pattern or len(by_pattern) > 1:
-        place = by_pattern.index(name)
-        parts.append(f"expert {place}" if "expert" in pattern else str(place))
-    if len(group.patterns) > 1 and (word := _distinct(pattern, group.patterns)):
-        parts.append(word)
-    return " ".join(parts) or None
+        return
+    counts = Counter(pattern for _, pattern in group.sources)
+    words = {pattern: _distinct(pattern, group.patterns) if len(group.patterns) > 1 else "" for pattern in counts}
+    place: Counter[str] = Counter()
+    for name, pattern in group.sources:
+        slot = ""
+        if "*" in pattern or counts[pattern] > 1:
+            slot = f"expert {place[pattern]}" if "expert" in pattern else str(place[pattern])
+        place[pattern] += 1
+        if shard := f"{slot} {words[pattern]}".strip():
+            yield name, shard
 
 
 def _distinct(pattern: str, patterns: list[str]) -> str:
