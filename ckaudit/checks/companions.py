@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts, split
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
@@ -147,7 +147,7 @@ def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Findi
     shown = leaf.rstrip("*")
     names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
     return on_files(
-        facts, COMPANION, f"{len(modules)} modules quantised as {scheme.name} lack `{shown}`: {_listed(names)}.", names,
+        facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {_listed(names)}.", names,
         mend="Take the tensors from the source of this checkpoint, or quantise it again.", wanted=shown, found="nothing stored",
     )  # fmt: skip
 

@@ -212,7 +212,7 @@ def newer(case: Case) -> Iterator[Finding]:
         if note.kind == "config-newer":
             yield case.finding(
                 NEWER,
-                note.text,
+                f"{note.text}.",
                 blame="environment",
                 mend="Install the release that saved the config, and audit again.",
                 severity="warning",

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from ckaudit.checks.case import Case, on_files
+from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import DRAFT, DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts, Stack
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
@@ -112,8 +112,13 @@ def expert_holes(facts: Facts) -> Iterator[Finding]:
                 facts, EXPERT_GAP, f"{told} are not there in `{printable(shape)}`, whose stacks mostly hold experts {numbers(usual)}.",
                 whole + parts,
                 mend="Take them from the source of this checkpoint; if experts were pruned, number the rest from 0 in every layer.",
-                wanted=numbers(sorted(full)), found="gaps",
+                wanted=numbers(sorted(full)), found=numbers(_odd(stacks, full)),
             )  # fmt: skip
+
+
+def _odd(stacks: dict[str, Stack], full: set[int]) -> list[int]:
+    """The numbers of the first stack that is not full, or of any."""
+    return next((s.indices for s in stacks.values() if s.members.keys() != full), sorted(full))
 
 
 def _incomplete(stack: Stack) -> Iterator[str]:
@@ -173,7 +178,7 @@ def experts_twice(facts: Facts) -> Iterator[Finding]:
         where = {n.rpartition(".")[0] for n in both}
         yield on_files(
             facts, EXPERTS_TWICE,
-            f"{len(both)} fused expert tensors stand beside the same experts one by one ({len(where)} modules).", both,
+            f"{len(both)} fused expert tensors stand beside the same experts one by one (in {many(len(where), 'module')}).", both,
             mend="Keep one of the two sets.", wanted="one layout in a module", found=f"{printable(both[0])} and numbered experts",
         )  # fmt: skip
 
@@ -200,7 +205,7 @@ def draft(facts: Facts) -> Iterator[Finding]:
         yield on_files(
             facts, DRAFT_PART, f"The config announces a draft model ({key}: {layers}), and no tensor of one is stored.",
             blame="config", mend=f"Set {key} to 0, or copy the draft layers from the source if speculative decoding is wanted.",
-            wanted=f"{layers} draft layers", found="none",
+            wanted=many(layers, "draft layer"), found="none",
         )  # fmt: skip
 
 

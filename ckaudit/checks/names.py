@@ -113,9 +113,13 @@ def silent(case: Case) -> Iterator[Finding]:
                 f"{many(len(names), 'tensor')}{under(stack)} {'is' if len(names) == 1 else 'are'} {fate} {how}: {_listed(names)}.",
                 names=names,
                 severity="warning" if len(beside) == len(names) else "error",
-                mend=_cure(case, names) or ("Some quantisers write zero biases for layers that have none: drop those." if beside else ""),
+                mend=_cure(case, names) or (_ZERO_BIAS if beside else _NO_PLACE),
             )  # fmt: skip
     case.take(quiet)
+
+
+_ZERO_BIAS = "Some quantisers write zero biases for layers that have none: drop those."
+_NO_PLACE = "If they are not zero, this class computes another model: use an engine that has a place for them."
 
 
 def _quantised_biases(case: Case, names: Iterable[str]) -> list[str]:

@@ -39,9 +39,18 @@ def wrong_prefix(case: Case) -> Iterator[Finding]:
         found = infer_rename(seen, unwritten) if unwritten and seen else None
         if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
             return
-        if len(found.pairs) < 3 and found.rename.kind != "root":
-            return  # two names alike are told as such, with their shapes compared
+        if len(found.pairs) < 3 and found.rename.kind != "root" and not _alike(case, found, seen):
+            return  # one or two likenesses may be chance
         yield _renamed(case, found, seen)
+
+
+def _alike(case: Case, found: Inferred, seen: dict[str, str]) -> bool:
+    """Whether more than one tensor would get its right name, and each the shape that is wanted there."""
+    tensors = case.facts.checkpoint.tensors
+    pairs = [(tensors.get(seen[stray]), case.gaps.get(right)) for stray, right in found.pairs.items()]
+    return len(pairs) > 1 and all(
+        t is None or g is None or None in (t.shape, g.shape) or t.shape == g.shape for t, g in pairs
+    )
 
 
 def _renamed(case: Case, found: Inferred, seen: dict[str, str]) -> Finding:

@@ -76,7 +76,11 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
     right = {_full(f.chain[j].at, f.chain[j].before) for f, j in members}
     elsewhere = case.loads_elsewhere(names)
     mend = f"Use {elsewhere.id}, which loads them; or l" if elsewhere else "L"
-    mend += f"et the engine's rule match whole path segments (`.{key.strip('.')}.`) and stop at the first that fires."
+    mend += (
+        "et the engine apply its rules once."
+        if check == TWICE
+        else f"et the engine's rule match whole path segments (`.{key.strip('.')}.`) and stop at the first that fires."
+    )
     finding = case.finding(
         check, f"{way}{where}: {cause}{lost}.", names=names, blame="engine", mend=mend,
         wanted=printable(step.before), found=printable(step.after or ""),

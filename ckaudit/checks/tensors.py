@@ -46,8 +46,18 @@ def shapes(case: Case) -> Iterator[Finding]:
                 SHAPE,
                 f"{many(len(members), 'tensor')} of a shape that does not fit, {first.wanted} wanted and {first.found} stored: {lines}.",
                 names=names, parameters=parameters, wanted=first.wanted, found=first.found,
+                mend=_cure(case, names),
             )  # fmt: skip
         case.take(names, parameters)
+
+
+def _cure(case: Case, names: list[str]) -> str:
+    elsewhere = case.loads_elsewhere(names) if names else None
+    return (
+        f"Use {elsewhere.id}, which loads them."
+        if elsewhere
+        else "Take them from the source of this checkpoint, or mend the config."
+    )
 
 
 def _others_fit(case: Case, names: list[str]) -> bool:
