@@ -66,14 +66,14 @@ def _cuda(machine: Machine, devices: int, interface: Any) -> Any:
     capability = interface.DeviceCapability(*machine.capability)
     name = f"pretended GPU sm{machine.capability[0]}{machine.capability[1]}"
 
-    # Signatures are vLLM's: it passes these by keyword. ruff: noqa: ARG003
+    # Signatures are those of vLLM, which passes these arguments by name.
     class Pretended(module.CudaPlatformBase):  # type: ignore[misc]
         @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
+        def get_device_capability(cls, device_id: int = 0) -> Any:  # noqa: ARG003
             return capability
 
         @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
+        def get_device_name(cls, device_id: int = 0) -> str:  # noqa: ARG003
             return name
 
         @classmethod
@@ -81,11 +81,11 @@ def _cuda(machine: Machine, devices: int, interface: Any) -> Any:
             return f"GPU-{device_id}"
 
         @classmethod
-        def get_device_total_memory(cls, device_id: int = 0) -> int:
+        def get_device_total_memory(cls, device_id: int = 0) -> int:  # noqa: ARG003
             return _MEMORY
 
         @classmethod
-        def is_fully_connected(cls, device_ids: list[int]) -> bool:
+        def is_fully_connected(cls, device_ids: list[int]) -> bool:  # noqa: ARG003
             return True
 
         @classmethod
@@ -93,7 +93,7 @@ def _cuda(machine: Machine, devices: int, interface: Any) -> Any:
             return devices
 
         @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
+        def num_compute_units(cls, device_id: int = 0) -> int:  # noqa: ARG003
             return 132
 
         @classmethod
