@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -201,8 +202,8 @@ def test_shard_lists_and_spans_are_told_apart():
     assert rule(Row(stacked="a", to="b", shards=["k", "v"])).shards == ("k", "v")
 
 
-@pytest.mark.parametrize("name", ["../secrets", "a/b", "", "x.y", "CON:", "a\0b"])
-def test_an_architecture_that_is_no_name_finds_no_book(name):
+@pytest.mark.parametrize("name", ["minicpmv4_6forconditionalgeneration", "aliases", "../secrets", "a/b", "", "x.y", "CON:", "a\0b"])
+def test_a_name_that_is_no_architecture_finds_no_book(name):
     assert rulebook.find(name) is None
 
 
@@ -214,6 +215,8 @@ def test_every_shipped_book_is_sound_and_found_by_its_architecture():
         assert rulebook.find(architecture) == book
         for other in book.also:
             assert rulebook.find(other) == book
+    listed = tomllib.loads(resources.folder("rules").joinpath(rulebook.ALIASES).read_text("utf-8"))
+    assert listed == {a: b.also for a, b in books.items() if b.also}
 
 
 def test_templates():

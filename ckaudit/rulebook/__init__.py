@@ -6,6 +6,7 @@ Books are found by file name (the architecture in lower case), so that an audit 
 from __future__ import annotations
 
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -16,18 +17,29 @@ from ckaudit.rulebook.book import Book
 from ckaudit.rulebook.laws import check
 
 
+ALIASES = "aliases.toml"
+"""Architecture -> further names of it, as the books' `also` have them: so that a book is found without reading the others."""
+
+
+@lru_cache(maxsize=64)
 def find(architecture: str) -> Book | None:
     """The shipped book for `architecture`; None when there is none. Raises RuleError for a shipped book that is not well formed."""
-    if not architecture.isidentifier():
+    if not architecture.isidentifier() or f"{architecture.lower()}.toml" == ALIASES:
         return None
-    file = resources.folder("rules") / f"{architecture.lower()}.toml"
-    return parse(file.read_text("utf-8"), file.name) if file.is_file() else None
+    folder = resources.folder("rules")
+    named = {
+        name: stem for stem, names in tomllib.loads((folder / ALIASES).read_text("utf-8")).items() for name in names
+    }
+    file = folder / f"{named.get(architecture, architecture).lower()}.toml"
+    book = parse(file.read_text("utf-8"), file.name) if file.is_file() else None
+    return book if book is not None and architecture in (book.architecture, *book.also) else None
 
 
 def shipped() -> dict[str, Book]:
     """Every shipped book by architecture; reads them all."""
     folder = resources.folder("rules")
-    books = [parse(f.read_text("utf-8"), f.name) for f in folder.iterdir() if f.name.endswith(".toml")]
+    files = [f for f in folder.iterdir() if f.name.endswith(".toml") and f.name != ALIASES]
+    books = [parse(f.read_text("utf-8"), f.name) for f in files]
     return {book.architecture: book for book in sorted(books, key=lambda b: b.architecture)}
 
 
