@@ -16,7 +16,6 @@ from ckaudit.errors import RuleError
 from ckaudit.rulebook.book import Book
 from ckaudit.rulebook.laws import check
 
-
 ALIASES = "aliases.toml"
 """Architecture -> further names of it, as the books' `also` have them: so that a book is found without reading the others."""
 
