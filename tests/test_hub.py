@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -318,6 +319,36 @@ def test_a_rate_limit_without_end_ends(hub: HubServer) -> None:
     with pytest.raises(SourceError, match="limits the rate of requests"):
         read(no_wait(clock), A)
     assert clock.now() <= 300
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_passes_the_bytes_are_right_and_nothing_whole_is_read_twice(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Up to two random faults on every path, then none; the data of every file tell their own position."""
+    dice = random.Random(seed)
+    files: dict[str, bytes | Sparse] = {f"{i}.json": dice.randbytes(dice.randrange(1, 5000)) for i in range(5)}
+    files |= {f"{i}.safetensors": Sparse(dice.randbytes(200_000), 10**9) for i in range(20)}
+    with HubServer({"org/name": files}, cdn=seed % 2 == 1) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for path in ["/api/*", *(f"*/{name}" for name in files)]:
+            for _ in range(dice.randrange(3)):
+                at = dice.randrange(1, 150_000)
+                hub.fail(
+                    path,
+                    dice.choice([cut(at), reset(at), drop(), status(503), status(429), rate_limited(5), slow(0.01)]),
+                )
+        source = no_wait()
+        spans = [Span(path, 0, dice.randrange(1, 150_000)) for path in files]
+        follow = [Span(span.path, span.stop, span.stop + 50_000) for span in spans if "safetensors" in span.path]
+        for part in (spans, follow):
+            for span, data in source.read_spans(part):
+                assert data == files[span.path][span.start : span.stop], span
+        assert [source.read(f"{i}.json") for i in range(5)] == [files[f"{i}.json"] for i in range(5)]
+        asked = len(hub.log)
+        for i in range(5):
+            source.read(f"{i}.json")
+        assert len(hub.log) == asked
 
 
 # Faults of one file

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from math import isfinite
 from urllib.parse import urlsplit
 
 import msgspec
@@ -165,7 +166,9 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     """Seconds that an answer asks to wait: `Retry-After` as seconds or a date, else the reset of the Hub's `RateLimit` header."""
     value = headers.get("retry-after", "").strip()
     try:
-        return max(0.0, float(value)) if value[:1].isdigit() else _until(value, now)
+        seconds = float(value) if value[:1].isdigit() else _until(value, now)
+        if isfinite(seconds):
+            return max(0.0, seconds)
     except (ValueError, TypeError, OverflowError):
         pass
     reset = [part for part in headers.get("ratelimit", "").split(";") if part.strip().startswith("t=")]
@@ -178,4 +181,4 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
 def _until(date: str, now: datetime | None) -> float:
     when = parsedate_to_datetime(date)
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return max(0.0, (when - (now or datetime.now(UTC))).total_seconds())
+    return (when - (now or datetime.now(UTC))).total_seconds()
