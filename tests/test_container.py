@@ -123,6 +123,7 @@ FILES: dict[str, tuple[dict[str, bytes], list[tuple[str, str, int]]]] = {
     ),
     "no metadata": (one(safetensors_file(WHOLE, None)), [("CK113", "warning", 1)]),
     "no format": (SOUND | {A: safetensors_file(SHARDS[A], {}), B: safetensors_file(SHARDS[B], {"x": "y"})}, [("CK113", "warning", 2)]),
+    "a format of its own": (one(safetensors_file(WHOLE, {"format": "np"})), [("CK113", "warning", 1)]),
     "no format, no config": ({"model.safetensors": safetensors_file(WHOLE, None)}, [("CK113", "note", 1)]),
     "no tensors": (one(safetensors_file({}, {"crc": "12"})), [("CK114", "warning", 1)]),
     "no tensors in one shard": (

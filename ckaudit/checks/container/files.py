@@ -53,7 +53,7 @@ _KINDS: dict[str, _Kind] = {
         "Split the file into shards.",
     ),
     "header-truncated": _Kind(CUT_SHORT, "{where} ends inside its header.", _FETCH),
-    "data-truncated": _Kind(CUT_SHORT, "{where} ends before its last tensor does.", _FETCH),
+    "data-truncated": _Kind(CUT_SHORT, "{where} ends before its data does: {lost} are not whole.", _FETCH),
     "header-json": _Kind(HEADER_TEXT, "The header of {where} cannot be read to its end: {found}.", _SAVE),
     "name": _Kind(HEADER_TEXT, "The header of {where} has a name that is not text: {found}.", _SAVE),
     "duplicate-name": _Kind(
@@ -116,11 +116,20 @@ def _headers(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _sentence(meaning: str, shard: Shard, defect: Defect, paths: set[str]) -> str:
     """The meaning with its file and, where there are several tensors or files, the first as an example."""
-    text = meaning.format(where=shard.path, found=defect.found)
+    text = meaning.format(where=shard.path, found=defect.found, lost=_lost(shard))
     if defect.name is not None:
         text = f"{text.removesuffix('.')} ({defect.name})."
     others = len(paths) - 1
     return text if not others else f"{text} The same holds for {others} more file{'s' * (others > 1)}."
+
+
+def _lost(shard: Shard) -> str:
+    """How many of the tensors of a file that is cut short end behind its end."""
+    if shard.header is None or shard.size is None:
+        return "tensors"
+    there = shard.size - 8 - shard.header.length
+    lost = sum(info.data_offsets[1] > there for info in shard.header.tensors.values())
+    return f"{lost:,} of {len(shard.header.tensors):,} tensors"
 
 
 def _at_stake(shard: Shard, defect: Defect) -> int:
@@ -135,21 +144,28 @@ def _at_stake(shard: Shard, defect: Defect) -> int:
     return abs(shard.size - 8 - header.length - end)
 
 
+# transformers 4.57 `modeling_utils.load_state_dict`: another value is refused; up to 4.40 so is a file without metadata.
+_FORMATS = frozenset({"pt", "tf", "flax", "mlx"})
+
+
 def _unmarked(checkpoint: Checkpoint) -> Iterator[Finding]:
     read = [
         s
         for s in checkpoint.shards
         if s.header and s.header.tensors and not any(d.code == "metadata" for d in s.defects)
     ]
-    bare = [s.path for s in read if s.header and "format" not in s.header.metadata]
+    bare = {s.path: s.header.metadata.get("format") for s in read if s.header}
+    bare = {path: value for path, value in bare.items() if value not in _FORMATS}
     if bare:
+        path, value = next(iter(bare.items()))
+        says = "does not say which framework wrote it" if value is None else f"says format {value[:40]!r}"
         yield finding(
             NO_FORMAT,
-            f"__metadata__ of {bare[0]} does not say which framework wrote it; transformers before 5 and diffusers refuse that.",
+            f"__metadata__ of {path} {says}; transformers 4 refuses such a file, 5 does not care.",
             bare,
             severity="warning" if checkpoint.config else "note",
             wanted='"format": "pt"',
-            found="no format",
+            found="no format" if value is None else f'"format": {value[:40]!r}',
             mend='Save with metadata={"format": "pt"}.',
         )
 
