@@ -24,9 +24,8 @@ def judge(checkpoint: Checkpoint, book: Book, section: Section, model: Model) ->
     for tensor in checkpoint.tensors.values():
         judged.take(tensor)
     failures = judged.failures()
-    unjudged = [Unjudged("tp", "rule books describe one rank")]
-    if any(t.shape is None for t in checkpoint.tensors.values()):
-        unjudged.append(Unjudged("shapes", "no header was read, so only names could be judged"))
+    bare = any(t.shape is None for t in checkpoint.tensors.values())
+    unjudged = (Unjudged("shapes", "no header was read, so only names could be judged"),) if bare else ()
     return Plan(
         id="rules",
         engine="rules",
@@ -42,7 +41,7 @@ def judge(checkpoint: Checkpoint, book: Book, section: Section, model: Model) ->
         mismatches=(*judged.mismatches,),
         rules=judged.hits(),
         notes=(*_notes(section, model), *judged.notes()),
-        unjudged=tuple(unjudged),
+        unjudged=unjudged,
     )
 
 
