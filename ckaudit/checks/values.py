@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from statistics import median
 
 import msgspec
@@ -102,17 +103,21 @@ _UNTRAINED_ELEMENTS = 1 << 16
 
 def is_matrix(tensor: TensorStats) -> bool:
     """Whether a tensor is a weight matrix: two dimensions of more than one element, and neither a bias, a scale, a mask nor a buffer."""
-    wide = [d for d in tensor.shape if d > 1]
-    return len(wide) >= 2 and not _BUFFER.search(tensor.name) and not _COMPANION.search(tensor.name)
+    return sum(d > 1 for d in tensor.shape) >= 2 and _is_weight(tensor.name)
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_weight(name: str) -> bool:
+    return not _BUFFER.search(name) and not _COMPANION.search(name)
 
 
 def candidates(stats: Iterable[TensorStats]) -> list[list[TensorStats]]:
     """Groups of weight matrices that may hold the same bytes: to be compared byte by byte."""
     groups: dict[tuple[str, tuple[int, ...], int], list[TensorStats]] = defaultdict(list)
     for tensor in stats:
-        if is_matrix(tensor) and not tensor.constant:
-            groups[tensor.dtype, tensor.shape, tensor.digest].append(tensor)
-    return [group for group in groups.values() if len(group) > 1]
+        groups[tensor.dtype, tensor.shape, tensor.digest].append(tensor)
+    alike = ([t for t in group if is_matrix(t) and not t.constant] for group in groups.values() if len(group) > 1)
+    return [group for group in alike if len(group) > 1]
 
 
 def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:

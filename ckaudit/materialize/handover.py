@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Any, Protocol, Self
 from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ckaudit.materialize.dtypes import torch_dtype, torch_shape
 from ckaudit.materialize.layout import Layout, Stored
@@ -37,8 +37,12 @@ Reread = Callable[[Stored], torch.Tensor]
 class Slice:
     """What transformers takes for a safetensors slice: knows its shape and dtype, gives its tensor when indexed."""
 
-    def __init__(self, stored: Stored, index: int | None, source: TensorSource, reread: Reread) -> None:
-        self._stored, self._index, self._source, self._reread = stored, index, source, reread
+    __slots__ = ("_index", "_joints", "_reread", "_source", "_stored")
+
+    def __init__(
+        self, stored: Stored, index: int | None, source: TensorSource, reread: Reread, joints: set[int] | None
+    ) -> None:
+        self._stored, self._index, self._source, self._reread, self._joints = stored, index, source, reread, joints
 
     def get_shape(self) -> list[int]:
         """The shape as the file declares it."""
@@ -56,7 +60,10 @@ class Slice:
     def __getitem__(self, item: Any) -> torch.Tensor:
         index, self._index = self._index, None
         if index is not None:
-            return self._source.take(index)[item]
+            tensor = self._source.take(index)
+            if self._joints is not None:
+                self._joints.add(tensor.untyped_storage().data_ptr())
+            return tensor if item is ... else tensor[item]
         # Asked for again, or not in the plan (the earlier of two tensors of one name): read on its own.
         data = self._reread(self._stored)
         return data.view(torch_dtype(self._stored.dtype)).view(torch_shape(self._stored.dtype, self._stored.shape))[
@@ -104,10 +111,14 @@ def handed_over(
     import transformers.modeling_utils as modeling
 
     wanted = {(t.shard, t.name): i for i, t in enumerate(layout.tensors)}
-    shards: dict[str, dict[str, Slice]] = {os.path.realpath(f): {} for f in files}
+    shared = [len(layout.arenas[arena].members) > 1 for arena, _ in layout.home]
+    opened: list[dict[str, Slice]] = [{} for _ in files]
+    joints: set[int] = set()
     for tensor in every:
         index = wanted.get((tensor.shard, tensor.name))
-        shards[os.path.realpath(files[tensor.shard])][tensor.name] = Slice(tensor, index, source, reread)
+        where = joints if index is not None and shared[index] else None
+        opened[tensor.shard][tensor.name] = Slice(tensor, index, source, reread, where)
+    shards = {os.path.realpath(path): slices for path, slices in zip(files, opened, strict=True)}
 
     def safe_open(filename: Any, *_args: Any, **_kwargs: Any) -> Shard:
         # A file that is not in the plan (a trial of some shards) has nothing to give.
@@ -121,7 +132,10 @@ def handed_over(
         stack.enter_context(patch.object(loading, "deepcopy", _light_copy))
         # One tensor after another, in order: a thread pool would ask for all at once and keep what conversions should free.
         stack.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
-        stack.enter_context(JoinInPlace())
+        for name in ("stack", "cat"):
+            stack.enter_context(
+                patch.object(torch, name, _joining(getattr(torch, name), joints, new_axis=name == "stack"))
+            )
         yield
 
 
@@ -141,19 +155,22 @@ def join_patterns(model_types: Sequence[str]) -> list[list[str]]:
     return joins
 
 
-class JoinInPlace(TorchFunctionMode):  # type: ignore[misc]
-    """Answers `torch.stack` and `torch.cat` with a view, where the tensors already lie in memory as the result would."""
+def _joining(original: Callable[..., torch.Tensor], joints: set[int], *, new_axis: bool) -> Callable[..., torch.Tensor]:
+    """`torch.stack` or `torch.cat` that answers with a view where the tensors already lie in memory as the result would.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if (func is torch.stack or func is torch.cat) and args and "out" not in kwargs:
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            joined = joined_view(args[0], dim, new_axis=func is torch.stack)
-            if joined is not None:
-                return joined
-        return func(*args, **kwargs)
+    Only for memory whose address is in `joints`: it was laid out for this, and nobody else holds it.
+    """
+
+    def join(tensors: Any, dim: Any = 0, **kwargs: Any) -> torch.Tensor:
+        if not kwargs and joints and isinstance(tensors, list | tuple) and len(tensors) > 1:
+            first = tensors[0]
+            if isinstance(first, torch.Tensor) and not first.is_meta and first.untyped_storage().data_ptr() in joints:
+                joined = joined_view(tensors, dim, new_axis=new_axis)
+                if joined is not None:
+                    return joined
+        return original(tensors, dim, **kwargs)
+
+    return join
 
 
 def joined_view(tensors: Sequence[torch.Tensor], dim: int, *, new_axis: bool) -> torch.Tensor | None:
@@ -220,12 +237,16 @@ def _light_copy(value: Any) -> Any:
     if not isinstance(value, loading.WeightTransform):
         return copy.deepcopy(value)
     new = object.__new__(type(value))
-    for kind in type(value).__mro__:
-        for slot in kind.__dict__.get("__slots__", ()):
-            if hasattr(value, slot):
-                object.__setattr__(new, slot, getattr(value, slot))
-    for name, member in vars(value).items() if hasattr(value, "__dict__") else ():
-        object.__setattr__(new, name, member)
+    kind: type = type(value)
+    for slot in _slots(kind):
+        if hasattr(value, slot):
+            object.__setattr__(new, slot, getattr(value, slot))
     object.__setattr__(new, "collected_tensors", defaultdict(list))
     object.__setattr__(new, "layer_targets", defaultdict(set))
     return new
+
+
+@cache
+def _slots(kind: Hashable) -> tuple[str, ...]:
+    """Everything that a conversion rule holds."""
+    return tuple(slot for base in getattr(kind, "__mro__", ()) for slot in base.__dict__.get("__slots__", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -62,7 +63,9 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
     device = torch.device(job.options.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    layout, scan, files = _plan(job, config, device), None, MappedFiles(job.files)
+    with watch.stage("plan"), _nimble():
+        layout = _plan(job, config, device)
+    scan, files = None, MappedFiles(job.files)
     if job.options.values:
         scan = Scan(layout, device)
     ready = scan.ready if scan else None
@@ -200,10 +203,14 @@ def _access(job: LoadJob) -> Access:
 def _nimble() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH)
+    collects = gc.isenabled()
+    gc.disable()  # tens of thousands of objects that all stay: each look at them would find nothing
     try:
         yield
     finally:
         sys.setswitchinterval(before)
+        if collects:
+            gc.enable()
 
 
 @contextmanager

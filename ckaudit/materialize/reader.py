@@ -28,8 +28,9 @@ class Reader:
         self._files, self._device, self._access = files, device, access
         self._cuda = device.type == "cuda"
         self._handles: dict[int, int] = {}
-        room = size + 2 * PAGE
-        self._buffers = [_buffer(room, self._cuda) for _ in range(2 if self._cuda else 1)]
+        # torch's pinned allocator rounds up to a power of two: no byte more than needed.
+        self._room = size + (2 * PAGE if access == "direct" else 0)
+        self._buffers: list[torch.Tensor | None] = [None] * (2 if self._cuda else 1)
         self._events: list[Any] = [None, None]
         self._turn = 0
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
@@ -51,6 +52,8 @@ class Reader:
         if self._events[self._turn] is not None:
             self._events[self._turn].synchronize()
         buffer = self._buffers[self._turn]
+        if buffer is None:
+            buffer = self._buffers[self._turn] = _buffer(self._room, self._cuda)
         starts: list[int] = []
         runs = list(_runs(chunk, layout))
         for shard, start, length, into, pieces in runs:

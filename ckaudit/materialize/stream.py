@@ -122,9 +122,11 @@ class DeviceStream:
             if not self._untaken[arena]:
                 self._blocks[arena], self._events[arena] = None, []
             self._condition.notify_all()
-        for event in events:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        data = block[offset : offset + tensor.nbytes]
+        if events:
+            current = torch.cuda.current_stream(self._device)
+            for event in events:
+                current.wait_event(event)
+        data = block if block.numel() == tensor.nbytes else block[offset : offset + tensor.nbytes]
         return data.view(torch_dtype(tensor.dtype)).view(torch_shape(tensor.dtype, tensor.shape))
 
     def _work(self) -> None:

@@ -75,10 +75,12 @@ class Scan:
         if self._stream is not None:
             self._stream.synchronize()
         parts: dict[int, list[tuple[int, list[float], int]]] = {}
-        for rows in self._rows:
-            floats, digests = rows.floats.double().cpu().tolist(), rows.digest.cpu().tolist()
-            for column, member in enumerate(rows.members):
-                parts.setdefault(member, []).append((rows.count, [row[column] for row in floats], digests[column]))
+        if self._rows:  # everything in one copy each: a wait for each allocation would take longer than its reductions
+            floats = torch.cat([rows.floats.double() for rows in self._rows], dim=1).t().tolist()
+            digests = torch.cat([rows.digest for rows in self._rows]).tolist()
+            told = ((member, rows.count) for rows in self._rows for member in rows.members)
+            for (member, count), moments, digest in zip(told, floats, digests, strict=True):
+                parts.setdefault(member, []).append((count, moments, digest))
         stats = []
         for index, tensor in enumerate(self._layout.tensors):
             found = _merge(tensor, parts.get(index, []))
@@ -136,26 +138,30 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
 
 def _merge(tensor: Stored, parts: Sequence[tuple[int, list[float], int]]) -> TensorStats:
     """The blocks of one tensor as one."""
-    count = sum(n for n, _, _ in parts)
-    mean = sum(n * row[2] for n, row, _ in parts) / count if count else 0.0
-    variance = sum(n * (row[3] + (row[2] - mean) ** 2) for n, row, _ in parts) / count if count else 0.0
-    std = math.sqrt(variance) if variance > 0 else 0.0 if variance == 0 else math.nan
-    bad = any(math.isnan(row[0]) for _, row, _ in parts)
-    low = math.nan if bad else min((row[0] for _, row, _ in parts), default=0.0)
-    high = math.nan if bad else max((row[1] for _, row, _ in parts), default=0.0)
-    quad = sum(row[4] for _, row, _ in parts) / count if count else 0.0
+    if len(parts) == 1:
+        count, (low, high, mean, variance, quad, nonzero), digest = parts[0]
+    else:
+        count = sum(n for n, _, _ in parts)
+        lows, highs = [row[0] for _, row, _ in parts], [row[1] for _, row, _ in parts]
+        bad = any(map(math.isnan, lows))  # whatever min() makes of NaN depends on where it stands
+        low, high = (math.nan, math.nan) if bad else (min(lows, default=0.0), max(highs, default=0.0))
+        mean = sum(n * row[2] for n, row, _ in parts) / count if count else 0.0
+        variance = sum(n * (row[3] + (row[2] - mean) ** 2) for n, row, _ in parts) / count if count else 0.0
+        quad, nonzero = sum(row[4] for _, row, _ in parts), sum(row[5] for _, row, _ in parts)
+        digest = _signed(sum(d for _, _, d in parts))
+    std = math.sqrt(variance) if variance >= 0 else math.nan
     return TensorStats(
         name=tensor.name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         count=count,
-        zeros=count - round(sum(row[5] for _, row, _ in parts)),
+        zeros=count - round(nonzero) if nonzero == nonzero else 0,
         low=low,
         high=high,
         mean=mean,
         std=std,
-        kurtosis=_kurtosis(quad, mean, std),
-        digest=_signed(sum(d for _, _, d in parts)),
+        kurtosis=_kurtosis(quad / count if count else 0.0, mean, std),
+        digest=digest,
     )
 
 
