@@ -407,9 +407,11 @@ def test_what_is_here_wins_over_a_repo_of_the_same_name(monkeypatch: pytest.Monk
     (tmp_path / "org" / "name").mkdir(parents=True)
     notes = Notes()
     assert parse("org/name", notes) == LocalTarget("org/name", Path("org/name"))
-    assert notes.said == ["org/name is here on disk, so that is read, not a Hub repo of this name."]
+    assert notes.said == ["org/name is a folder here, so that is read, not the Hub repo of this name."]
     assert parse("org/name@main", notes) == HubTarget("org/name", "main")
-    assert len(notes.said) == 1
+    (tmp_path / "org" / "name" / "model.safetensors").write_bytes(b"")
+    assert parse("org/name", notes) == LocalTarget("org/name", Path("org/name"))
+    assert len(notes.said) == 1, "a folder with weights is no surprise"
 
 
 def test_local_reads_leave_no_thread_and_need_no_hub_client(folder: Path) -> None:

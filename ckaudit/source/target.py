@@ -54,8 +54,13 @@ def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
         raise UsageError("The target is empty." if not target.strip() else "The target holds a NUL byte.", _SPELLINGS)
     path = Path(os.path.expanduser(target))
     if os.path.lexists(path):
-        if _repo(target):
-            progress.note(f"{target} is here on disk, so that is read, not a Hub repo of this name.")
+        if (
+            _repo(target)
+            and path.is_dir()
+            and not any(path.glob("*.safetensors*"))
+            and not (path / "snapshots").is_dir()
+        ):
+            progress.note(f"{target} is a folder here, so that is read, not the Hub repo of this name.")
         return LocalTarget(target, path)
     if target.startswith("hf://") or re.match(r"https?://", target):
         return _from_url(target)
