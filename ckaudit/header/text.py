@@ -82,9 +82,7 @@ def diagnose(text: bytes, *, whole: bool) -> tuple[dict[str, TensorInfo], dict[s
             else:
                 info, faults = _entry(name, member.value)
                 if name in tensors:
-                    same = info == tensors[name]
-                    found = "a second entry, " + ("equal to" if same else "unlike") + " the first"
-                    faults.append(Defect("duplicate-name", name, "each name once", found))
+                    faults.append(Defect("duplicate-name", name, "each name once", _twice(tensors[name], info)))
                 if info is not None:
                     tensors[name] = info
                 defects += faults
@@ -95,6 +93,13 @@ def diagnose(text: bytes, *, whole: bool) -> tuple[dict[str, TensorInfo], dict[s
             found = f"{broken.reason} at byte {8 + broken.at}: {jsonscan.excerpt(text[broken.at : broken.at + 40])}"
             defects.append(Defect("header-json", wanted="a JSON object", found=found))
     return tensors, metadata or {}, defects
+
+
+def _twice(first: TensorInfo, second: TensorInfo | None) -> str:
+    if second is None or first == second:
+        return "a second entry" + (", equal to the first" if second else "")
+    one, other = (f"{i.dtype} {list(i.shape)} at {list(i.data_offsets)}" for i in (first, second))
+    return f"first {one}, then {other}"
 
 
 def _metadata(raw: bytes) -> tuple[dict[str, str], list[Defect]]:

@@ -45,6 +45,16 @@ class _Kind(NamedTuple):
 _FETCH = "Fetch the file again, and compare its size with the source's."
 _SAVE = "Save the file again with the safetensors library."
 
+# For CK101, by what the file is (a part of what `ckaudit.sniff` says).
+_INSTEAD = {
+    "Git LFS pointer": "Run `git lfs pull`, or download the repo with the Hub's own client.",
+    "torch.save": "Convert the checkpoint to safetensors; another name is not enough.",
+    "pickle": "Convert the checkpoint to safetensors; another name is not enough.",
+    "GGUF": "Give the file its own ending, and the safetensors files to the engines that read those.",
+    "page": "Open it to see what the server had to say, and fetch the file again.",
+    "saved in place": "Open it to see what the server had to say, and fetch the file again.",
+}
+
 # By `Defect.code`, as `ckaudit.header` gives them.
 _KINDS: dict[str, _Kind] = {
     "not-safetensors": _Kind(NOT_SAFETENSORS, "{where} is {found}.", _FETCH),
@@ -99,7 +109,7 @@ def _headers(checkpoint: Checkpoint) -> Iterator[Finding]:
             if kind is not None:
                 cause = defect.found if kind.check is NOT_SAFETENSORS else ""
                 groups.setdefault((kind.check.id, cause), []).append((shard, defect))
-    for _, cases in sorted(groups.items()):
+    for (_, cause), cases in sorted(groups.items()):
         shard, first = cases[0]
         kind = _KINDS[first.code]
         yield finding(
@@ -110,7 +120,7 @@ def _headers(checkpoint: Checkpoint) -> Iterator[Finding]:
             bytes=sum(_at_stake(case, defect) for case, defect in cases),
             wanted=first.wanted,
             found=first.found,
-            mend=kind.mend,
+            mend=next((mend for word, mend in _INSTEAD.items() if cause and word in first.found), kind.mend),
         )
 
 
