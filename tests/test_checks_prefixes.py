@@ -57,6 +57,19 @@ class TestWrongPrefix:
         assert (finding.check, finding.blame, finding.engine) == ("CK209", "engine", "toy==2")
         assert "toy==1" in finding.mend
 
+    def test_experts_that_are_looked_up_by_one_name_are_all_counted(self) -> None:
+        source = checkpoint([f"_orig_mod.layers.{i}.experts.{j}.up_proj.weight" for i in range(3) for j in range(4)])
+        found = only(
+            source,
+            plan(
+                source,
+                [f"layers.{i}.experts.up_proj" for i in range(3)],
+                lambda n: re.sub(r"(experts)\.\d\.(up_proj).*", r"\1.\2", n),
+            ),
+        )
+        assert (found.check, found.count) == ("CK209", 12)
+        assert "key_mapping" not in found.mend  # the stored names are not what is looked up
+
     def test_right_names_are_left_alone(self) -> None:
         source = checkpoint(LLAMA)
         assert findings(source, plan(source, LLAMA)) == []

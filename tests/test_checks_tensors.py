@@ -168,6 +168,21 @@ class TestWholeParts:
         finding = only(source, plan(source, [*LLAMA, *self.TOWER]))
         assert (finding.check, finding.blame, finding.count) == ("CK405", "config", 12)
 
+    def test_a_text_class_whose_tensors_keep_the_prefix_of_the_whole(self) -> None:
+        # saved from the vision-language class, declared as the text-only one: one wrong word, not a prefix and a part
+        source = checkpoint([*(f"language_model.{n}" for n in LLAMA), *self.TOWER])
+        finding = only(source, plan(source, LLAMA))
+        assert (finding.check, finding.blame, finding.count) == ("CK405", "config", len(LLAMA) + 12)
+
+    def test_a_vision_class_on_plain_text_names(self) -> None:
+        source = checkpoint(LLAMA)
+        finding = only(source, plan(source, [*(f"language_model.{n}" for n in LLAMA), *self.TOWER]))
+        assert (finding.check, finding.blame, finding.count) == ("CK405", "config", len(LLAMA))
+
+    def test_a_wrong_prefix_beside_a_lost_tensor_is_two_findings(self) -> None:
+        source = checkpoint([f"x.{n}" for n in LLAMA[1:]])
+        assert {t[0] for t in told(source, plan(source, LLAMA))} == {"CK209", "CK204"}
+
     def test_a_few_lost_tensors_are_no_part(self) -> None:
         source = checkpoint([n for n in (*LLAMA, *self.TOWER) if n != self.TOWER[0]])
         assert only(source, plan(source, [*LLAMA, *self.TOWER])).check == "CK204"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import (
     behaviour,
+    classes,
     companions,
     config,
     container,
@@ -35,7 +36,7 @@ CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
-            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
+            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
         ),
         key=lambda c: c.id,
     )
@@ -60,8 +61,8 @@ EXPLAIN: tuple[Explain, ...] = (
     # what was found on the files explains what is lost here
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
     # one cause for many names
-    companions.mlx_only, prefixes.wrong_prefix, tensors.shapes, tensors.casts, companions.unquantised_here,
-    config.layers_too_many, layout.layers_lost, config.whole_parts, ties.head_lost,
+    companions.mlx_only, classes.wrong_class, prefixes.wrong_prefix, tensors.shapes, tensors.casts, companions.unquantised_here,
+    config.layers_too_many, layout.layers_lost, classes.whole_parts, ties.head_lost,
     # one finding for what is left, kind by kind
     names.collisions, names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,

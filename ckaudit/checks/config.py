@@ -1,12 +1,12 @@
-"""CK401 to CK405: the config against the tensors, and whether it can be read at all."""
+"""CK401 to CK404: the config against the tensors, and whether it can be read at all."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from ckaudit.checks.case import Case, many, on_files
+from ckaudit.checks.case import Case, on_files
 from ckaudit.checks.facts import DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
@@ -15,8 +15,7 @@ CONTRADICTION = Check("CK401", "config that contradicts the tensors", "error")
 NEWER = Check("CK402", "config saved by a newer transformers", "warning")
 NO_CONFIG = Check("CK403", "no config.json", "error")
 NO_CLASS = Check("CK404", "no class named", "warning")
-WRONG_CLASS = Check("CK405", "class that does not fit the tensors", "error")
-CHECKS = (CONTRADICTION, NEWER, NO_CONFIG, NO_CLASS, WRONG_CLASS)
+CHECKS = (CONTRADICTION, NEWER, NO_CONFIG, NO_CLASS)
 
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|lm_head|embed_out)\.weight$")
 _TEXT = re.compile(r"(^|\.)(language_model|text_model|model|llm|transformer|decoder)\.")
@@ -141,69 +140,6 @@ def layers_too_many(case: Case) -> Iterator[Finding]:
             blame="config", mend=f"Set {key or 'the number of layers'} to {len(members)}.", wanted=str(len(kept)), found=str(len(members)),
         )  # fmt: skip
         case.take(names)
-
-
-def whole_parts(case: Case) -> Iterator[Finding]:
-    """Whole parts of the checkpoint that the class has no place for, and whole parts of the class that the checkpoint does not hold.
-
-    A text-only class on a vision-language checkpoint, or the other way round: one wrong word in the config, thousands of names.
-    """
-    if not case.strays and not case.gaps:
-        return
-    arch = printable(case.plan.architecture or "the class")
-    strays = _parts(case.strays, (n.name for n in case.plan.names))
-    if strays:
-        names = [n for part in strays.values() for n in part]
-        yield case.finding(
-            WRONG_CLASS, f"{_told(strays, 'tensor')} {'has' if len(strays) == 1 else 'have'} no place in {arch}.", names=names,
-            blame=None if case.loads_elsewhere(names) else "config",
-            mend="Name the class that has this part in `architectures`, or take the part out.",
-            wanted=f"a class with {_first(strays)}", found=arch,
-        )  # fmt: skip
-        case.take(names)
-    gaps = _parts((g for g, p in case.gaps.items() if p.coverage == "none"), (p.name for p in case.plan.parameters))
-    if gaps:
-        names = [n for part in gaps.values() for n in part]
-        yield case.finding(
-            WRONG_CLASS, f"{arch} has parts of which nothing is stored: {_told(gaps, 'parameter')}.", parameters=names, blame="config",
-            mend="Name the class without this part in `architectures`, or add its weights.",
-            wanted=f"{_first(gaps)}*", found="nothing stored",
-        )  # fmt: skip
-        case.take((), names)
-
-
-def _told(parts: dict[str, list[str]], word: str) -> str:
-    return ", ".join(f"`{printable(p)}.` ({many(len(names), word)})" for p, names in parts.items())
-
-
-def _first(parts: dict[str, list[str]]) -> str:
-    return f"{printable(next(iter(parts)))}."
-
-
-def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
-    """The outermost paths (without numbers, at most three segments) of which everything is in `some`: at least 8 names in 3 modules."""
-    chosen = set(some)
-    sizes: dict[str, int] = defaultdict(int)
-    inside: dict[str, list[str]] = defaultdict(list)
-    for name in every:
-        for path in _heads(name):
-            sizes[path] += 1
-            if name in chosen:
-                inside[path].append(name)
-    whole = {p for p, names in inside.items() if len(names) == sizes[p] and _is_part(names)}
-    return {p: inside[p] for p in sorted(whole) if not any(p.startswith(f"{q}.") for q in whole)}
-
-
-def _heads(name: str) -> Iterator[str]:
-    segments = name.split(".")[:-1]
-    for i, segment in enumerate(segments[:3]):
-        if segment.isdecimal():
-            return
-        yield ".".join(segments[: i + 1])
-
-
-def _is_part(names: list[str]) -> bool:
-    return len(names) >= 8 and len({n.rpartition(".")[0] for n in names}) > 2
 
 
 def newer(case: Case) -> Iterator[Finding]:

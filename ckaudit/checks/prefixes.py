@@ -31,10 +31,18 @@ at the root. Used only where no engine can be asked."""
 _WRAPPED = re.compile(r"(^|\.)(" + "|".join(WRAPPERS) + r")\.")
 
 
+def looked_up(case: Case) -> dict[str, list[str]]:
+    """The strays by the name that they were last looked up by, which several tensors may share (experts that are stacked)."""
+    seen: dict[str, list[str]] = defaultdict(list)
+    for name, fate in case.strays.items():
+        seen[fate.into or name].append(name)
+    return dict(seen)
+
+
 def wrong_prefix(case: Case) -> Iterator[Finding]:
     """Strays that one change of the path turns into the parameters that nobody wrote: one finding for each such change."""
     for _ in range(4):
-        seen = {fate.into or name: name for name, fate in case.strays.items()}
+        seen = looked_up(case)
         unwritten = [p.name for p in case.plan.parameters if p.coverage == "none"]
         found = infer_rename(seen, unwritten) if unwritten and seen else None
         if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
@@ -44,38 +52,42 @@ def wrong_prefix(case: Case) -> Iterator[Finding]:
         yield _renamed(case, found, seen)
 
 
-def _alike(case: Case, found: Inferred, seen: dict[str, str]) -> bool:
+def _alike(case: Case, found: Inferred, seen: dict[str, list[str]]) -> bool:
     """Whether more than one tensor would get its right name, and each the shape that is wanted there."""
     tensors = case.facts.checkpoint.tensors
-    pairs = [(tensors.get(seen[stray]), case.gaps.get(right)) for stray, right in found.pairs.items()]
+    pairs = [(tensors.get(n), case.gaps.get(right)) for stray, right in found.pairs.items() for n in seen[stray]]
     return len(pairs) > 1 and all(
         t is None or g is None or None in (t.shape, g.shape) or t.shape == g.shape for t, g in pairs
     )
 
 
-def _renamed(case: Case, found: Inferred, seen: dict[str, str]) -> Finding:
-    names = [seen[stray] for stray in found.pairs]
+def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding:
+    names = [n for stray in found.pairs for n in seen[stray]]
     stray, right = next(iter(found.pairs.items()))
+    first = seen[stray][0]
     lacking = sum(p in case.gaps for p in set(found.pairs.values()))
-    pattern, replacement = found.rename.pattern
-    mend = found.rename.text
-    mend = f"{mend[0].upper()}{mend[1:]}: then all {len(names)} are found."
-    if case.plan.engine == "transformers":
-        mend += (
-            f' For one load: from_pretrained(…, key_mapping={{"{printable(pattern)}": "{printable(replacement)}"}}).'
-        )
     elsewhere = case.loads_elsewhere(names)
-    if elsewhere is not None:
-        mend = f"Use {elsewhere.id}, which loads them. Or: {mend}"
-    asked = "" if seen[stray] == stray else f" (looked up as `{printable(stray)}`)"
     finding = case.finding(
         WRONG,
         f"{many(len(names), 'tensor')} without a parameter and {many(lacking, 'parameter')} without a tensor, for one reason: "
-        f"`{printable(seen[stray])}`{asked} would have to be `{printable(right)}`.",
-        names=names, blame="engine" if elsewhere else "checkpoint", mend=mend, wanted=printable(right), found=printable(stray),
+        f"`{printable(first)}`{'' if first == stray else f' (looked up as `{printable(stray)}`)'} would have to be `{printable(right)}`.",
+        names=names, blame="engine" if elsewhere else "checkpoint", wanted=printable(right), found=printable(stray),
+        mend=(f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(case, found, first == stray, len(names)),
     )  # fmt: skip
     case.take(names, found.pairs.values())
     return finding
+
+
+def _mend(case: Case, found: Inferred, plain: bool, count: int) -> str:
+    """What to do; as an argument of `from_pretrained` too, where the names reach the lookup as they are stored."""
+    text = found.rename.text
+    if not plain:
+        return f"In the names as this engine looks them up, {text}: then all {count} are found."
+    mend = f"{text[0].upper()}{text[1:]}: then all {count} are found."
+    if case.plan.engine == "transformers":
+        pattern, replacement = map(printable, found.rename.pattern)
+        mend += f' For one load: from_pretrained(…, key_mapping={{"{pattern}": "{replacement}"}}).'
+    return mend
 
 
 def wrapped(facts: Facts) -> Iterator[Finding]:
