@@ -165,6 +165,15 @@ SETS: dict[str, tuple[dict[str, bytes], list[tuple[str, str, int]]]] = {
         SOUND | {B: safetensors_file(SHARDS[B] | {"model.layers.0.w": ("F32", [4, 4])}), INDEX: index_file(MAP, 224)},
         [("CK129", "error", 1)],
     ),
+    "a tensor in two shards, counted twice": (
+        SOUND | {B: safetensors_file(SHARDS[B] | {"model.layers.0.w": ("BF16", [4, 4])}), INDEX: index_file(MAP, TOTAL + 32)},
+        [("CK129", "error", 1)],
+    ),
+    "index lists and counts what no shard has": (with_map({"mtp.fc.weight": B}, TOTAL + 100), [("CK126", "error", 1)]),
+    "index neither lists nor counts what a shard has": (with_map({"lm_head.weight": None}, TOTAL - 64), [("CK128", "warning", 1)]),
+    "index counts neither what it lists nor what is there": (
+        with_map({"lm_head.weight": None}, TOTAL - 60), [("CK128", "warning", 1), ("CK132", "warning", 1)],
+    ),
     "total_size lies": (with_map({}, total=TOTAL + 2), [("CK132", "warning", 1)]),
     "total_size 0": (with_map({}, total=0), [("CK132", "warning", 1)]),
     "total_size a string": (
