@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.engines import Engine, EngineOptions, select
@@ -31,6 +32,8 @@ def audit(
     device: str = "cpu",
     budget: float = 600.0,
     cache: bool = True,
+    tp: Sequence[int] = (),
+    vllm: Mapping[str, Any] | None = None,
     fail_on: FailOn = "error",
     allow_not_judged: bool = False,
     suppressions: Suppressions | None = None,
@@ -41,8 +44,9 @@ def audit(
     `target` is `org/name[@revision]` on the Hub, a folder, a `.safetensors` file or an index file. `engines` are specs as in `--engine`
     (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects; None asks `transformers` and the
     newest vLLM release for which a shipped rule book knows the architecture. `jobs` headers are read at once; `budget` is in seconds for
-    one engine. Nothing from the target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are
-    findings to live with: they stay in the report, apart.
+    one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names. Nothing from the
+    target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are findings to live with: they stay in
+    the report, apart.
 
     Bad input (a broken header, a lying index) is in the report as findings. Raises a `CkauditError` for what stops an audit:
     SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
@@ -58,6 +62,8 @@ def audit(
         budget=budget,
         offline=offline,
         cache=cache,
+        tp=tuple(tp),
+        vllm=dict(vllm or {}),
     )
     source = open_source(target, jobs=jobs, offline=offline, progress=progress)
     checkpoint = read_checkpoint(source, progress=progress, code=trust_remote_code, jobs=jobs)

@@ -12,6 +12,7 @@ import sys
 import typer
 
 from ckaudit.cli.checks import checks
+from ckaudit.cli.engines import engines
 from ckaudit.cli.explain import explain
 from ckaudit.cli.guard import guarded
 from ckaudit.cli.names import names
@@ -33,6 +34,7 @@ app = typer.Typer(
 for command in (names, explain, checks):
     app.command()(guarded(command))
 app.add_typer(rules, name="rules")
+app.add_typer(engines, name="engines")
 
 
 def _version(asked: bool) -> None:

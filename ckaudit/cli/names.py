@@ -13,12 +13,21 @@ from ckaudit.cli.options import (
     Debug,
     Device,
     Engines,
+    ExpertParallel,
     FailOn,
+    HfOverrides,
     Jobs,
+    LoadFormat,
     NoCache,
     Offline,
+    PipelineParallel,
+    Platform,
+    Quantization,
     TargetArg,
+    TensorParallel,
     TrustRemoteCode,
+    serving,
+    sizes,
 )
 
 
@@ -59,6 +68,13 @@ def names(
     device: Device = "cpu",
     budget: Budget = 600.0,
     no_cache: NoCache = False,
+    tp: TensorParallel = None,
+    pp: PipelineParallel = None,
+    ep: ExpertParallel = False,
+    quantization: Quantization = None,
+    hf_overrides: HfOverrides = None,
+    load_format: LoadFormat = None,
+    platform: Platform = None,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
     """Audit a checkpoint's tensor names, shapes and files from its headers alone."""
@@ -68,6 +84,14 @@ def names(
     from ckaudit.suppressions import read
 
     file = None if json in (None, "-") else console.writable(Path(str(json)))
+    flags = serving(
+        pp=pp,
+        ep=ep,
+        quantization=quantization,
+        hf_overrides=hf_overrides,
+        load_format=load_format,
+        platform=platform,
+    )
     suppressions = read(ignore or (), config, baseline)
     with console.watched(quiet=quiet) as progress:
         report = audit(
@@ -80,6 +104,8 @@ def names(
             device=device,
             budget=budget,
             cache=not no_cache,
+            tp=sizes(tp),
+            vllm=flags,
             fail_on=fail_on.value,
             allow_not_judged=allow_not_judged,
             suppressions=suppressions,

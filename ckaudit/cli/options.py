@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from ckaudit.errors import UsageError
 
 
 class FailOn(StrEnum):
@@ -29,7 +32,7 @@ Engines = Annotated[
         "--engine",
         "-e",
         metavar="SPEC",
-        help="Who would load it: transformers, vllm==X, vllm@PATH, vllm, rules:vllm==X, rules:FILE.toml. Repeatable. "
+        help="Who would load it: transformers, vllm==X, 'vllm>=X', vllm@PATH, vllm, rules:vllm==X, rules:FILE.toml. Repeatable. "
         "[default: transformers, and rules for the newest vLLM that a rule book knows]",
     ),
 ]
@@ -45,3 +48,59 @@ Device = Annotated[str, typer.Option(help="Device that the load is meant for.")]
 Budget = Annotated[float, typer.Option(min=1.0, help="Seconds for one engine on one checkpoint.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep results of earlier runs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+TensorParallel = Annotated[
+    str | None, typer.Option("--tp", metavar="N,N", help="vLLM: also load over so many ranks, such as 2,4,8.")
+]
+PipelineParallel = Annotated[int | None, typer.Option("--pp", min=1, help="vLLM: pipeline-parallel size.")]
+ExpertParallel = Annotated[bool, typer.Option("--ep", help="vLLM: spread experts over the ranks.")]
+Quantization = Annotated[str | None, typer.Option(metavar="NAME", help="vLLM: its option of that name.")]
+HfOverrides = Annotated[
+    str | None, typer.Option(metavar="JSON", help="vLLM: changes to config.json, as a JSON object.")
+]
+LoadFormat = Annotated[str | None, typer.Option(metavar="NAME", help="vLLM: its option of that name.")]
+Platform = Annotated[
+    str | None, typer.Option(metavar="NAME", help="vLLM: the machine to pretend. [default: CUDA, sm90]")
+]
+
+
+def sizes(text: str | None) -> tuple[int, ...]:
+    """`1,2,4` as sizes; 1, which is always loaded, left out. Raises UsageError."""
+    if text is None:
+        return ()
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise UsageError(f"--tp {text} is no list of sizes.", "Write them as 2,4,8.")
+    return tuple(sorted(set(found) - {1}))
+
+
+def serving(
+    *,
+    pp: int | None,
+    ep: bool,
+    quantization: str | None,
+    hf_overrides: str | None,
+    load_format: str | None,
+    platform: str | None,
+) -> dict[str, Any]:
+    """vLLM's serving options under its own names, those alone that were given. Raises UsageError."""
+    overrides: Any = None
+    if hf_overrides is not None:
+        try:
+            overrides = json.loads(hf_overrides)
+        except ValueError as error:
+            raise UsageError(f"--hf-overrides is not JSON: {error}.", """Write it as '{"key": value}'.""") from None
+        if not isinstance(overrides, dict):
+            raise UsageError("--hf-overrides is no JSON object.", """Write it as '{"key": value}'.""")
+    given = {
+        "pipeline_parallel_size": pp,
+        "enable_expert_parallel": ep or None,
+        "quantization": quantization,
+        "hf_overrides": overrides,
+        "load_format": load_format,
+        "platform": platform,
+    }
+    return {name: value for name, value in given.items() if value is not None}
