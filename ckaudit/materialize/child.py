@@ -16,14 +16,14 @@ import msgspec
 
 from ckaudit.errors import CkauditError
 from ckaudit.materialize.job import Event, LoadJob
-from ckaudit.materialize.watch import Watch
+from ckaudit.materialize.watch import Emit, Watch
 
 _LOST = ("device-side assert", "CUDA error", "device lost", "unspecified launch failure", "NCCL error", "HIP error")
 
 
 def main() -> int:
     """Run the job on stdin."""
-    emit = _private_channel()
+    emit = private_channel()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=LoadJob)
     run(job, emit)
     return 0
@@ -183,8 +183,8 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
     return {"error": f"Stage {stage!r} broke down: {line}", "hint": "", "blame": "environment"}
 
 
-def _private_channel() -> Callable[[Event], None]:
-    """Events go where stdout went; whatever else is printed in this process goes to stderr."""
+def private_channel() -> Emit:
+    """Where a child tells its parent. Events go where stdout went; whatever else is printed in this process goes to stderr."""
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     lock = threading.Lock()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +22,7 @@ from ckaudit.engines.host import worker_env
 from ckaudit.errors import UsageError
 from ckaudit.materialize.job import Event, LoadJob, LoadOptions, LoadResult
 from ckaudit.materialize.layout import Stored
-from ckaudit.progress import NullProgress, Progress, Task
+from ckaudit.progress import NullProgress, Progress
 
 CHILD = (sys.executable, "-P", "-m", "ckaudit.materialize.child")
 _PATIENCE = 20.0
@@ -79,48 +79,61 @@ class _Story:
         self.error: str | None = None
         self.hint = ""
         self.blame = ""
-        self.stage = "start"
-        self.done = False
 
-    def hear(self, event: Event, task: Task, progress: Progress) -> None:
-        if event.stage is not None:
-            self.stage = event.stage
-            progress.note(f"load: {event.stage}")
-        if event.moved:
-            task.advance(event.moved)
+    def hear(self, event: Event) -> None:
         self.load = event.load or self.load
         self.forward = event.forward or self.forward
         self.observed = event.observed or self.observed
         if event.done:
-            self.done = True
             self.error, self.hint, self.blame = event.error, event.hint, event.blame
 
-    def end(self, code: int, tail: str) -> None:
-        """The child is gone; if it had not finished, say how it went."""
-        if self.done:
+    def end(self, ending: str) -> None:
+        """The child is gone; where that was too early, `ending` says how."""
+        if not ending:
             return
-        self.load["status"] = "failed"
+        self.load["status"] = "interrupted" if ending.startswith("was interrupted") else "failed"
         self.blame = "environment"
-        self.error = f"The load died in stage {self.stage!r}: {_ending(code)}" + (
-            f" Its last lines: {tail}" if tail else ""
-        )
+        self.error = f"The load {ending}"
         self.hint = "Try --device cpu, --shards N, or --no-values to see which part it is."
 
 
 def _converse(job: LoadJob, progress: Progress, argv: tuple[str, ...]) -> _Story:
     story = _Story()
     size = sum(t.nbytes for t in job.tensors)
-    with tempfile.TemporaryFile() as errors, progress.task("load", size) as task, _child(argv, errors) as process:
+    with progress.task("load", size) as task:
+
+        def hear(event: Event) -> None:
+            story.hear(event)
+            if event.moved:
+                task.advance(event.moved)
+
+        story.end(run_child(argv, msgspec.json.encode(job), hear, progress))
+    return story
+
+
+def run_child(
+    argv: tuple[str, ...], job: bytes, hear: Callable[[Event], None], progress: Progress, *, cwd: str | None = None
+) -> str:
+    """Give a child its job and hear what it tells until it ends. Returns how it ended where that was early, else nothing.
+
+    Ctrl-C asks the child for what it knows; a second one ends it at once.
+    """
+    stage, done, interrupted = "start", False, False
+    with tempfile.TemporaryFile() as errors, _child(argv, errors, cwd) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.write(job + b"\n")
             process.stdin.close()
-        interrupted = False
         while True:
             try:
                 for line in process.stdout:
-                    story.hear(msgspec.json.decode(line, type=Event), task, progress)
+                    event = msgspec.json.decode(line, type=Event)
+                    if event.stage is not None:
+                        stage = event.stage
+                        progress.note(f"load: {stage}")
+                    done = done or event.done
+                    hear(event)
                 break
             except KeyboardInterrupt:
                 if interrupted:
@@ -133,15 +146,16 @@ def _converse(job: LoadJob, progress: Progress, argv: tuple[str, ...]) -> _Story
             except msgspec.DecodeError:  # a line that was cut as the child died
                 continue
         code = process.wait()
-        if interrupted and not story.done:
-            story.load["status"], story.done = "interrupted", True
-            story.error, story.blame = f"Interrupted in stage {story.stage!r}.", "environment"
-        story.end(code, _tail(errors))
-    return story
+        if done:
+            return ""
+        if interrupted:
+            return f"was interrupted in stage {stage!r}."
+        tail = _tail(errors)
+        return f"died in stage {stage!r}: {_ending(code)}" + (f" Its last lines: {tail}" if tail else "")
 
 
 @contextmanager
-def _child(argv: tuple[str, ...], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+def _child(argv: tuple[str, ...], errors: IO[bytes], cwd: str | None) -> Iterator[subprocess.Popen[bytes]]:
     """The child, ended with all that it started when the block is left, however that happens."""
     # The engines' workers see no accelerator; this one must.
     env = worker_env()
@@ -149,7 +163,7 @@ def _child(argv: tuple[str, ...], errors: IO[bytes]) -> Iterator[subprocess.Pope
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         env["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     process = subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, cwd=cwd, start_new_session=True
     )
     try:
         yield process
