@@ -12,7 +12,7 @@ from statistics import median
 import msgspec
 
 from ckaudit.findings import Check, Finding, Severity, Skip
-from ckaudit.naming import natural_key
+from ckaudit.naming import natural_key, printable
 
 NOT_FINITE = Check("CK501", "NaN or Inf in a tensor", "error")
 ALL_ZERO = Check("CK502", "all-zero weight matrix", "error")
@@ -96,7 +96,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8
 _SIBLINGS = 8
 """Fewer layers than this do not say what is usual."""
 _FAR_RATIO = 10.0
-_FAR_DEVIATIONS = 10.0
+_FAR_DEVIATIONS = 5.0
 """Layers of trained models differ by a factor of 2 or 3 from the median; a lost scale or a wrong dtype moves them by far more than ten."""
 _UNTRAINED_ELEMENTS = 1 << 16
 
@@ -153,7 +153,6 @@ def _finding(
         engine=seen.engine if check is NEVER_WRITTEN else None,
         names=listed,
         count=len(listed),
-        bytes=0,
         wanted=wanted,
         found=found or f"{sum(sizes.get(n, 0) for n in listed):,} elements",
         message=message,
@@ -315,7 +314,7 @@ def _same(seen: Observed) -> list[Finding]:
     for check_groups, severity in ((heads, "note"), ([g for g in groups if g not in heads], None)):
         names = [n for g in check_groups for n in g]
         if names:
-            pairs = "; ".join(" = ".join(g[:3]) for g in check_groups[:2])
+            pairs = "; ".join(" = ".join(map(printable, g[:3])) for g in check_groups[:2])
             message = f"{len(names)} tensors hold only {len(check_groups)} different sets of values: {pairs}."
             found.append(_finding(SAME_BYTES, seen, names, message, mend, severity="note" if severity else None))
     return found
@@ -325,7 +324,9 @@ def _ties(seen: Observed) -> list[Finding]:
     if not seen.tie_differs:
         return []
     one, other = seen.tie_differs[0]
-    message = f"The config ties {one} to {other}, and the checkpoint stores both with different values."
+    message = (
+        f"The config ties {printable(one)} to {printable(other)}, and the checkpoint stores both with different values."
+    )
     mend = "Set tie_word_embeddings to false if both were trained; else drop the copy that is out of date."
     names = [n for pair in seen.tie_differs for n in pair]
     return [
@@ -342,4 +343,4 @@ def _ties(seen: Observed) -> list[Finding]:
 
 
 def _tensors(group: Sequence[TensorStats]) -> str:
-    return group[0].name if len(group) == 1 else f"{len(group)} tensors"
+    return printable(group[0].name) if len(group) == 1 else f"{len(group)} tensors"

@@ -1,0 +1,138 @@
+"""What a model does, judged from the sections of the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckaudit.checks.behaviour import compare, disagreement, fingerprints, run
+
+PRINT = {"of": "logits", "ids": [7, 3, 9, 1, 4], "logits": [8.0, 6.0, 5.0, 4.0, 2.0], "flat": False}
+
+
+def passed(**fields: Any) -> dict[str, Any]:
+    usual = {
+        "kind": "text",
+        "status": "ran",
+        "finite": True,
+        "first_non_finite": None,
+        "fingerprint": PRINT,
+        "reason": None,
+    }
+    return {"ignored_from": [], **usual, **fields}
+
+
+def checks(*runs: dict[str, Any], load: dict[str, Any] | None = None) -> list[str]:
+    findings, _ = run(load, {"runs": list(runs)})
+    return [f.check for f in findings]
+
+
+def test_a_sound_pass_gives_no_finding() -> None:
+    assert checks(passed(), load={"status": "complete", "error": None}) == []
+
+
+def test_the_loader_raises() -> None:
+    error = {"status": "failed", "error": "size mismatch for lm_head.weight", "blame": "checkpoint"}
+    findings, _ = run(error, None)
+    assert [f.check for f in findings] == ["CK601"]
+    assert "size mismatch" in findings[0].message
+
+
+def test_a_full_device_is_not_the_checkpoints_fault() -> None:
+    assert run({"status": "failed", "error": "Out of memory", "blame": "environment"}, None) == ((), ())
+
+
+def test_the_forward_pass_raises() -> None:
+    assert checks(passed(status="raised", reason="RuntimeError: mat1 and mat2", finite=None, fingerprint=None)) == [
+        "CK602"
+    ]
+
+
+def test_output_that_is_not_finite_names_the_first_module() -> None:
+    first = {"module": "model.layers.3.self_attn.q_proj", "class": "Linear", "nan": True, "inf": False}
+    findings, _ = run(None, {"runs": [passed(finite=False, first_non_finite=first)]})
+    assert [(f.check, f.names) for f in findings] == [("CK603", ("model.layers.3.self_attn.q_proj",))]
+
+
+def test_nan_that_does_not_reach_the_output() -> None:
+    first = {"module": "model.layers.0.mlp.gate", "class": "Gate", "nan": True, "inf": False}
+    assert checks(passed(first_non_finite=first)) == ["CK604"]
+
+
+def test_inf_on_the_way_is_how_some_modules_mask() -> None:
+    first = {"module": "model.layers.0.mlp.gate", "class": "Gate", "nan": False, "inf": True}
+    assert checks(passed(first_non_finite=first)) == []
+
+
+def test_output_that_says_nothing() -> None:
+    assert checks(passed(fingerprint={**PRINT, "flat": True})) == ["CK605"]
+
+
+def test_input_that_nothing_looks_at() -> None:
+    assert checks(passed(kind="image", status="ignored", finite=None, fingerprint=None)) == ["CK605"]
+    assert checks(passed(kind="image", ignored_from=["processor"])) == ["CK605"]
+    assert checks(passed(kind="image", ignored_from=["config"])) == []  # one of our own tries
+
+
+def test_input_that_could_not_be_made_is_not_passed() -> None:
+    findings, skips = run(
+        None, {"runs": [passed(kind="video", status="not_run", finite=None, fingerprint=None, reason="no way")]}
+    )
+    assert (findings, [s.check for s in skips]) == ((), ["CK602", "CK603"])
+
+
+@pytest.mark.parametrize(
+    ("other", "matches"),
+    [
+        (PRINT, True),
+        ({"ids": [7, 3, 9, 1, 4], "logits": [8.05, 6.0, 5.0, 4.0, 2.0]}, True),  # 0.05 of 8 is within a hundredth
+        ({"ids": [7, 3, 9, 1, 4], "logits": [8.2, 6.0, 5.0, 4.0, 2.0]}, False),
+        (
+            {"ids": [7, 3, 9, 4, 1], "logits": [8.0, 6.0, 5.0, 4.0, 2.0]},
+            False,
+        ),  # 4 and 2 are not near enough to change places
+        (
+            {"ids": [7, 3, 9, 1, 5], "logits": [8.0, 6.0, 5.0, 4.0, 2.0]},
+            True,
+        ),  # the last of the five may be another that is as large
+        ({"ids": [5, 3, 9, 1, 4], "logits": [8.0, 6.0, 5.0, 4.0, 2.0]}, False),
+        ({"ids": [7, 3, 9, 1, 4], "logits": [None, 6.0, 5.0, 4.0, 2.0]}, False),
+        ({"ids": [7], "logits": [8.0]}, False),
+    ],
+)
+def test_fingerprints_within_the_tolerance(other: dict[str, Any], matches: bool) -> None:
+    section = compare([passed(fingerprint=other)], {"text": PRINT}, 0.01)
+    assert section["matched"] is matches
+    findings, _ = run(None, {"runs": [passed(fingerprint=other)], "expect": section})
+    assert [f.check for f in findings] == ([] if matches else ["CK606"])
+
+
+def test_a_kind_without_an_expected_fingerprint_is_a_skip() -> None:
+    section = compare([passed(), passed(kind="image")], {"text": PRINT, "video": PRINT}, 0.01)
+    assert section["missing"] == ["image", "video"]
+    _, skips = run(None, {"runs": [], "expect": section})
+    assert [s.check for s in skips] == ["CK606", "CK606"]
+
+
+def test_fingerprints_are_found_in_every_form() -> None:
+    runs = [passed(), passed(kind="image", fingerprint=None)]
+    assert fingerprints({"forward": {"runs": runs}}) == {"text": PRINT}
+    assert fingerprints({"runs": runs}) == {"text": PRINT}
+    assert fingerprints({"text": PRINT}) == {"text": PRINT}
+    for other in (
+        [],
+        {},
+        {"forward": None},
+        {"text": {"ids": ["a"], "logits": [1.0]}},
+        {"text": {"ids": [1, 2], "logits": [1.0]}},
+        7,
+    ):
+        assert fingerprints(other) == {}
+
+
+def test_engine_and_replay() -> None:
+    assert disagreement("vllm==0.25.1", "fails", "fails", "KeyError") is None
+    finding = disagreement("vllm==0.25.1", "loads", "fails", "KeyError: 'q_proj'")
+    assert finding is not None
+    assert (finding.check, finding.blame) == ("CK607", "undecidable")
