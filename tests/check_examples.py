@@ -169,6 +169,11 @@ def ck219() -> Case:
     return (checkpoint(LLAMA, CONFIG | {"num_nextn_predict_layers": 1}),)
 
 
+def ck220() -> Case:
+    source = checkpoint([f"model.layers.{i}.mlp.experts.{p}_proj" for i in range(3) for p in ("gate_up", "down")])
+    return source, plan(source, experts(), id=VLLM)
+
+
 def ck301() -> Case:
     source = checkpoint(bf16(shapes() | {"model.layers.2.mlp.up_proj.weight": [24, 8]}), CONFIG | SIZES)
     return source, transformers(source, shapes())

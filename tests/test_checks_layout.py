@@ -113,6 +113,25 @@ class TestExperts:
         mtp = [n.replace("model.layers", "mtp.layers") for n in experts(range(1))]
         assert findings(checkpoint([*names, *mtp])) == []
 
+    @pytest.mark.parametrize("stored", ["fused", "single"])
+    def test_the_layout_that_the_engine_does_not_read(self, stored: str) -> None:
+        both = {
+            "fused": [f"model.layers.{i}.mlp.experts.{p}" for i in range(3) for p in ("gate_up_proj", "down_proj")],
+            "single": experts(),
+        }
+        source = checkpoint(both.pop(stored))
+        finding = only(source, plan(source, next(iter(both.values()))))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == (
+            "CK220",
+            "error",
+            "engine",
+            len(source.tensors),
+        )
+
+    def test_a_lost_expert_tensor_is_no_layout(self) -> None:
+        source = checkpoint(without(experts(), "layers.1.mlp.experts.2."))
+        assert only(source, plan(source, experts())).check == "CK211"
+
     def test_a_router_beside_the_experts(self) -> None:
         names = [*experts(), *(f"model.layers.{i}.mlp.experts.gate.weight" for i in range(3))]
         assert findings(checkpoint(names)) == []

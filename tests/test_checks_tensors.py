@@ -217,7 +217,7 @@ class TestReadable:
     @pytest.mark.parametrize(
         "config",
         [{"architectures": "x"}, {"text_config": 7}, {"num_hidden_layers": "4"}, {"quantization_config": []}, {"tie_word_embeddings": "no"},
-         {"vocab_size": -1}, {"num_hidden_layers": True}, {"auto_map": []}, {"quantization_config": {"quant_method": 3, "ignore": [1, {}]}}],
+         {"vocab_size": -1}, {"num_hidden_layers": True}, {"auto_map": []}, {"quantization_config": {"quant_method": 3, "ignore": [1]}}],
     )  # fmt: skip
     def test_a_config_of_odd_types_is_no_crash(self, config: dict[str, Any]) -> None:
         source = checkpoint(LLAMA, CONFIG | config)

@@ -62,7 +62,7 @@ EXPLAIN: tuple[Explain, ...] = (
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
     # one cause for many names
     companions.mlx_only, classes.wrong_class, prefixes.wrong_prefix, tensors.shapes, tensors.casts, companions.unquantised_here,
-    config.layers_too_many, layout.layers_lost, classes.whole_parts, ties.head_lost,
+    layout.experts_otherwise, config.layers_too_many, layout.layers_lost, classes.whole_parts, ties.head_lost,
     # one finding for what is left, kind by kind
     names.collisions, names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,

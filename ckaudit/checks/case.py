@@ -9,7 +9,7 @@ from ckaudit.checks.facts import Facts
 from ckaudit.findings import Blame, Check, Finding, Severity
 from ckaudit.header import DTYPE_BITS
 from ckaudit.naming import natural_key, printable
-from ckaudit.plan import Failure, NameFate, Parameter, Plan
+from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
 
 
 class Case:
@@ -32,6 +32,7 @@ class Case:
             p.name: p for p in plan.parameters if p.coverage in ("none", "partial") and p.by_design is None
         }
         self.failures: list[Failure] = list(plan.failures)
+        self.mismatches: list[Mismatch] = list(plan.mismatches)
         self.found: list[Finding] = []
         """What the checks so far have found of this engine."""
         self._causes: set[str] = set()
@@ -49,6 +50,7 @@ class Case:
             self.not_reached.pop(name, None)
         for name in filled:
             self.gaps.pop(name, None)
+        self.mismatches = [m for m in self.mismatches if not (taken & set(m.names) or m.parameter in filled)]
         self.failures = [f for f in self.failures if not (taken & set(f.names) or f.parameter in filled)]
 
     @property

@@ -257,13 +257,15 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
         entry = ignored_by(declared(case.facts), split(rest[0])[0])
         why = f" (the ignore list's {printable(entry)} matches them)" if entry else ""
         gaps = _same_modules(case, rest)
+        modules = {split(n)[0] for n in rest}
+        cast = [n for m in case.mismatches for n in m.names if split(n)[0] in modules]
         yield case.finding(
             SCHEME,
             f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {_listed(rest)}.",
             names=rest, blame="config" if entry else None if case.loads_elsewhere(rest) else "engine",
             mend="Take the entry out of the ignore list." if entry else "", wanted="modules built for this scheme", found="modules without",
         )  # fmt: skip
-        case.take(rest, gaps)
+        case.take([*rest, *cast], gaps)
 
 
 def _same_modules(case: Case, names: Iterable[str]) -> list[str]:

@@ -15,10 +15,12 @@ from ckaudit.naming import fold, printable
 LAYER_GAP = Check("CK210", "layers that are not there", "error")
 EXPERT_GAP = Check("CK211", "experts that are not there", "error")
 EXPERTS_TWICE = Check("CK212", "experts stored both one by one and fused", "error")
+EXPERTS_OTHERWISE = Check("CK220", "experts in a layout that the engine does not read", "error")
 DRAFT_PART = Check("CK219", "draft layers (MTP)", "note")
-CHECKS = (LAYER_GAP, EXPERT_GAP, EXPERTS_TWICE, DRAFT_PART)
+CHECKS = (LAYER_GAP, EXPERT_GAP, EXPERTS_TWICE, DRAFT_PART, EXPERTS_OTHERWISE)
 
 _SOURCE = "Take the layers from the source of this checkpoint"
+_EXPERTS = re.compile(r"(.*(?:^|\.)(?:local_)?experts)\.")
 _NUMBERED = re.compile(r"^(.*?)\.([0-9]{1,6})\.")
 
 
@@ -105,11 +107,11 @@ def expert_holes(facts: Facts) -> Iterator[Finding]:
         if whole or parts:
             told = " and ".join(
                 t
-                for t in (f"{len(whole)} experts" if whole else "", f"parts of {len(parts)} more" if parts else "")
+                for t in (many(len(whole), "expert") if whole else "", f"parts of {len(parts)} more" if parts else "")
                 if t
             )
             yield on_files(
-                facts, EXPERT_GAP, f"{told} are not there in `{printable(shape)}`, whose stacks mostly hold experts {numbers(usual)}.",
+                facts, EXPERT_GAP, f"{told} not there in `{printable(shape)}`, whose stacks mostly hold experts {numbers(usual)}.",
                 whole + parts,
                 mend="Take them from the source of this checkpoint; if experts were pruned, number the rest from 0 in every layer.",
                 wanted=numbers(sorted(full)), found=numbers(_odd(stacks, full)),
@@ -138,12 +140,11 @@ def experts_lost(case: Case) -> Iterator[Finding]:
         re.split(r"\.[0-9]+(?:\.[^.]+)?$", n)[0] for f in case.on_files if f.check == EXPERT_GAP.id for n in f.names
     }
     if paths:
-        inside = [f for f in case.plan.names if any(f.name.startswith(f"{p}.") for p in _prefixes(f.name, paths))]
-        case.take(
-            [f.name for f in inside],
-            {f.into for f in inside if f.into} | {a for f in inside for a in f.also},
-            EXPERT_GAP.id,
-        )
+        inside = [f for f in case.plan.names if any(True for _ in _prefixes(f.name, paths))]
+        filled = {f.into for f in inside if f.into} | {a for f in inside for a in f.also}
+        known = {match[1] for p in filled if (match := _EXPERTS.match(p))} | paths
+        gaps = [g for g in case.gaps if (match := _EXPERTS.match(g)) and match[1] in known]
+        case.take([f.name for f in inside], {*filled, *gaps}, EXPERT_GAP.id)
     return iter(())
 
 
@@ -153,6 +154,32 @@ def _prefixes(name: str, paths: set[str]) -> Iterator[str]:
         if name[:at] in paths:
             yield name[:at]
         at = name.find(".", at + 1)
+
+
+def experts_otherwise(case: Case) -> Iterator[Finding]:
+    """Experts one by one for an engine that has them fused, or the other way round: strays and gaps in the same stacks of experts."""
+    strays, gaps = _by_experts((f.into or n, n) for n, f in case.strays.items()), _by_experts((g, g) for g in case.gaps)
+    both = sorted(strays.keys() & gaps.keys())
+    if both:
+        names, parameters = [n for p in both for n in strays[p]], [g for p in both for g in gaps[p]]
+        stored, wanted = names[0], parameters[0]
+        yield case.finding(
+            EXPERTS_OTHERWISE,
+            f"{many(len(names), 'expert tensor')} in a layout that this engine does not read, in {many(len(both), 'module')}: "
+            f"`{printable(stored)}` is stored, `{printable(wanted)}` is asked for.",
+            names=names, blame="engine", wanted=printable(wanted), found=printable(stored),
+            mend="Use a release that reads this layout, or convert the experts (transformers saves the original one by default).",
+        )  # fmt: skip
+        case.take(names, parameters)
+
+
+def _by_experts(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The second of each pair by the path of the stack of experts in the first."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for known, name in names:
+        if match := _EXPERTS.match(known):
+            found[match[1]].append(name)
+    return found
 
 
 _PROJECTION = re.compile(r"(?<![a-z])(gate|up|down|w1|w2|w3|w13|fc1|fc2|input|output|linear)(?![a-z])")

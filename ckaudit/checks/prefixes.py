@@ -119,15 +119,18 @@ def wrapped(facts: Facts) -> Iterator[Finding]:
         return
 
 
+_LEAVES = (".weight.weight", ".bias.bias")
+
+
 def repeated(facts: Facts) -> Iterator[Finding]:
     """A run of segments that stands twice in a row (`model.model.`, `layers.0.layers.0.`): some loaders forgive it, others do not.
 
-    From the files alone only what no module tree would have is told: a run with a number in it, or one three times over.
+    From the files alone only what no module tree would have is told: a run with a number in it, one three times over, or a leaf twice.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in _repeating(facts):
         run = repeat(name)
-        if run is not None and (run[1] > 2 or any(s.isdecimal() for s in run[0])):
+        if run is not None and (run[1] > 2 or any(s.isdecimal() for s in run[0]) or name.endswith(_LEAVES)):
             groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(name)
     for run_text, names in groups.items():
         if len(names) > 1:

@@ -15,16 +15,16 @@ from ckaudit.plan import NameFate, Step
 CASCADE = Check("CK201", "cascading substitution", "error")
 NEVER = Check("CK202", "rule that can never fire where it sits", "error")
 TWICE = Check("CK208", "rule applied to its own result", "error")
-INSIDE = Check("CK217", "rule that matches inside a word", "error")
-CHECKS = (CASCADE, NEVER, TWICE, INSIDE)
+SPOILS = Check("CK217", "rule that spoils a right name", "error")
+CHECKS = (CASCADE, NEVER, TWICE, SPOILS)
 
 
 def spoiled(case: Case) -> Iterator[Finding]:
     """Strays that were right on the way: at one step the name was a parameter's, and a rule then changed it again.
 
     The rule fired on what another rule had just written (CK201), on its own result (CK208, or CK201 for a name that came fused), or on a
-    part of a longer word (CK217). Without a parameter to compare with (a rule book that lists none) only a cascade into the middle of
-    a word is told.
+    name that it was not made for, often in the middle of a word (CK217). Without a parameter to compare with (a rule book that lists
+    none) only a cascade into the middle of a word is told.
     """
     groups: dict[tuple[str, str, str], list[tuple[NameFate, int]]] = defaultdict(list)
     targets = {p.name for p in case.plan.parameters}
@@ -45,7 +45,7 @@ def _spoiling(chain: tuple[Step, ...], targets: set[str]) -> tuple[Check, int] |
         if _full(step.at, step.before) in targets:
             if any((s.rule, s.key) == (step.rule, step.key) for s in chain[:i]):
                 return TWICE, i
-            return (CASCADE if cascades or _own_result(step) else INSIDE), i
+            return (CASCADE if cascades or _own_result(step) else SPOILS), i
         if cascades and not targets and _inside_word(step):
             return CASCADE, i
     return None
@@ -65,7 +65,9 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
         if i > first
         else f"the rule `{key}` fires on a name that already has its result",
         TWICE.id: f"the rule `{key}` is applied to its own result",
-        INSIDE.id: f"the rule `{key}` matches inside a longer name",
+        SPOILS.id: f"the rule `{key}` matches inside a longer word"
+        if _inside_word(step)
+        else f"the rule `{key}` is not for this name, which a parameter has as it was",
     }[check.id]
     shards = {s.shard for f, j in members for s in f.chain[:j] if s.shard} - {step.shard}
     lost = (

@@ -24,7 +24,7 @@ CHECKS = (SHAPE, DTYPE, IN_PART, UNDECIDABLE)
 def shapes(case: Case) -> Iterator[Finding]:
     """Tensors whose shape is not their parameter's. When one number of the config accounts for it, that number is the finding."""
     groups: dict[tuple[tuple[int, int], ...] | tuple[str, str], list[Mismatch]] = defaultdict(list)
-    for mismatch in case.plan.mismatches:
+    for mismatch in case.mismatches:
         if mismatch.kind == "shape":
             groups[_difference(mismatch) or (mismatch.wanted, mismatch.found)].append(mismatch)
     for difference, members in groups.items():
@@ -90,7 +90,7 @@ def _key(facts: Facts, difference: tuple[object, ...]) -> str | None:
 
 def casts(case: Case) -> Iterator[Finding]:
     """Casts between kinds of number (int8 into bf16): the loader converts the stored integers, not what they stand for."""
-    members = [m for m in case.plan.mismatches if m.kind == "dtype"]
+    members = [m for m in case.mismatches if m.kind == "dtype"]
     groups: dict[tuple[str, str], list[Mismatch]] = defaultdict(list)
     for mismatch in members:
         groups[mismatch.wanted, mismatch.found].append(mismatch)
