@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ckaudit.checkpoint import components
 from ckaudit.checkpoint.layout import doubles, loaded_by_name, other_weights, sequences
 from ckaudit.checks.container.whole import Whole, finding, what
 from ckaudit.findings import Check, Finding
@@ -162,14 +163,21 @@ def _subfolders(whole: Whole) -> Iterator[Finding]:
 
 
 def _nothing(whole: Whole) -> Iterator[Finding]:
-    if not whole.shards and whole.index is None:
-        others = other_weights(whole.files)
-        yield finding(
-            NOT_AUDITED,
-            f"Nothing was audited: {whole.checkpoint.unaudited}.",
-            others,
-            severity="warning" if others else "error",
-            bytes=whole.sizes(others),
-            wanted="safetensors files",
-            mend="Convert the weights to safetensors, or name the folder that holds them.",
-        )
+    if whole.shards or whole.index is not None:
+        return
+    folders = components(whole.files)
+    others = [] if folders else other_weights(whole.files)
+    mend = "Save or upload the weights as model.safetensors."
+    if folders:
+        mend = f"Audit each folder by itself, such as {whole.checkpoint.name}/{folders[0]}."
+    elif others:
+        mend = "Convert the weights to safetensors."
+    yield finding(
+        NOT_AUDITED,
+        f"Nothing was audited: {whole.checkpoint.unaudited}.",
+        folders or others,
+        severity="warning" if folders or others else "error",
+        bytes=whole.sizes(others),
+        wanted="safetensors files",
+        mend=mend,
+    )
