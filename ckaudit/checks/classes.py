@@ -28,6 +28,8 @@ def wrong_class(case: Case) -> Iterator[Finding]:
     strays = {n for into, names in seen.items() if into not in found.pairs for n in names}
     gaps = case.gaps.keys() - set(found.pairs.values())
     foreign, absent = _stray_parts(case, strays), _gap_parts(case, gaps)
+    if foreign and absent:
+        return  # the same part under two names: another rename, no other class
     whole = {n for parts in (foreign, absent) for names in parts.values() for n in names}
     if not whole or not whole.issuperset(strays | gaps):
         return
