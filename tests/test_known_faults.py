@@ -42,7 +42,7 @@ def made(
     rename: Callable[[str], str] = str,
     config: Mapping[str, Any] = {},
     **more: Any,
-) -> Made:  # noqa: B006
+) -> Made:
     """A checkpoint and, where `parameters` are given, what an engine with them does."""
     files = more.pop("files", None)
     source = checkpoint(tensors, CONFIG | config, files)
@@ -94,7 +94,7 @@ def refused(error: str, names: Iterable[str] = LLAMA) -> Made:
     return source, msgspec.structs.replace(base, error=error, failures=(Failure(error),))
 
 
-def with_fate(fate: str, names: Iterable[str], tensors: Iterable[str], config: Mapping[str, Any] = {}) -> Made:  # noqa: B006
+def with_fate(fate: str, names: Iterable[str], tensors: Iterable[str], config: Mapping[str, Any] = {}) -> Made:
     source, base = made([*tensors, *names], tensors, config=config)
     told_fates = tuple(msgspec.structs.replace(n, fate=fate) if n.name in names else n for n in base.names)
     return source, msgspec.structs.replace(base, names=told_fates)
