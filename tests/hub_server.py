@@ -259,8 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             for piece in _pieces(body, fault):
+                self.seen.sent += len(piece)  # before the write: whoever has read the bytes finds them counted
                 self.wfile.write(piece)
-                self.seen.sent += len(piece)
         self.wfile.flush()
         if fault.cut is not None:
             self._hang_up(reset=fault.reset)

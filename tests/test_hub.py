@@ -644,8 +644,12 @@ def test_a_store_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_relative_redirect_keeps_the_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.fail("/api/models/org/old", redirect("/api/models/org/name?blobs=true", 307))
-    assert HubSource("org/old").revision == hub.repos["org/name"].head
-    assert [r.headers.get("authorization") for r in hub.log] == ["Bearer hf_secret"] * 2
+    source = HubSource("org/old")
+    assert (source.name, source.revision) == ("org/old", hub.repos["org/name"].head)
+    assert read(source, A) == {"a.safetensors": HEAD[:100_000]}
+    assert [r.headers.get("authorization") for r in hub.log] == ["Bearer hf_secret"] * 3, (
+        "files are asked for by the new name"
+    )
 
 
 def test_a_token_that_was_dropped_does_not_come_back(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,6 +730,14 @@ def test_files_that_sit_whole_in_the_cache_are_read_from_it(hub: HubServer) -> N
     assert [r.path.split("/")[-1] for r in hub.log] == ["name", "b.safetensors"]
 
 
+def test_a_cached_file_that_cannot_be_read_is_asked_for(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    _cache(hub.repos["org/name"].head, {"config.json": FILES["config.json"]})
+    source = open_source("org/name")
+    monkeypatch.setattr("ckaudit.source.hub.read_range", lambda *_: Unreadable("permission denied"))
+    assert source.read("config.json") == FILES["config.json"]
+    assert len(hub.paths("*/config.json")) == 1
+
+
 def test_another_commit_in_the_cache_is_not_used(hub: HubServer) -> None:
     _cache("0" * 40, {"config.json": FILES["config.json"]})
     assert open_source("org/name").read("config.json") == FILES["config.json"]
@@ -756,5 +768,6 @@ def test_offline_without_the_repo_says_so() -> None:
     _cache("1" * 40, {"config.json": b"{}"})
     with pytest.raises(SourceError, match=r"no weights of org/name"):
         open_source("org/name", offline=True)
-    with pytest.raises(SourceError, match=r"org/name@dev is not in the local cache"):
-        open_source("org/name@dev", offline=True)
+    for revision in ("dev", "../refs/main", "/etc/passwd", "1" * 6):
+        with pytest.raises(SourceError, match=r"org/name@.* is not in the local cache"):
+            open_source(f"org/name@{revision}", offline=True)

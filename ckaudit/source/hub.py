@@ -23,12 +23,11 @@ import ckaudit
 from ckaudit.errors import SourceError, UsageError
 from ckaudit.naming import printable
 from ckaudit.progress import NullProgress, Progress
-from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
+from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable, target
 from ckaudit.source.faults import Asked, Refusal, explain
 from ckaudit.source.local import read_range
 from ckaudit.source.pace import Clock, Pace
 from ckaudit.source.parallel import side_by_side
-from ckaudit.source.target import cached_commit, open_snapshot
 from ckaudit.source.transfer import Transfer, Wanted
 
 MAX_JOBS = 96
@@ -55,6 +54,7 @@ class _Sibling(msgspec.Struct):
 class _Listing(msgspec.Struct):
     sha: str
     siblings: list[_Sibling]
+    id: str | None = None
     gated: bool | str | None = None
 
 
@@ -69,12 +69,12 @@ def open_hub(name: str, revision: str | None, *, jobs: int, offline: bool, progr
 def _from_cache(name: str, revision: str | None) -> Source:
     cache = Path(constants.HF_HUB_CACHE)
     repo = cache / repo_folder_name(repo_id=name, repo_type="model")
-    commit = cached_commit(repo, revision)
+    commit = target.cached_commit(repo, revision)
     at = f"{name}@{printable(revision)}" if revision else name
     step = "Unset HF_HUB_OFFLINE (or --offline) to read it from the Hub."
     if commit is None:
         raise SourceError(f"{at} is not in the local cache ({cache}), and the Hub must not be asked.", step)
-    source = open_snapshot(repo, commit, name, kind="hub")
+    source = target.open_snapshot(repo, commit, name, kind="hub")
     if not any(path.endswith((".safetensors", ".safetensors.index.json")) for path in source.files()):
         raise SourceError(f"The local cache holds no weights of {at}, and the Hub must not be asked.", step)
     return source
@@ -117,6 +117,9 @@ class HubSource:
         )
         listing = self._list(revision)
         self.revision: str | None = listing.sha
+        # A repo that was renamed answers to its old name by redirects: one for the listing will do.
+        now = target.repo(listing.id or "")
+        self._repo = now.name if now is not None and now.revision is None else name
         self._gated = listing.gated
         found = (FileInfo(s.rfilename, s.size, s.lfs.sha256 if s.lfs else None) for s in listing.siblings)
         self._files = {info.path: info for info in sorted(found, key=lambda info: info.path)}
@@ -171,20 +174,21 @@ class HubSource:
             return b""
         if (kept := self._kept.get(span.path)) is not None:
             return kept[span.start : end]
-        if (cached := self._cached(info)) is not None:
-            return read_range(cached, span.start, end)
-        asked = self._about(span.path)
-        url = hf_hub_url(self.name, span.path, revision=self.revision, endpoint=self._endpoint)
-        data = self._transfer.fetch(Wanted(url=url, asked=asked, start=span.start, stop=end, size=info.size), stop)
-        if isinstance(data, Refusal):
-            return self._refused(data)
-        if isinstance(data, Unreadable):
+        cached = self._cached(info)
+        if cached is not None and isinstance(data := read_range(cached, span.start, end), bytes):
             return data
-        all_of_it = span.start == 0 and (end == info.size or (info.size is None and len(data) < end))
-        if all_of_it and len(data) <= self._room:
-            self._room -= len(data)
-            self._kept[span.path] = data
-        return data
+        asked = self._about(span.path)
+        url = hf_hub_url(self._repo, span.path, revision=self.revision, endpoint=self._endpoint)
+        got = self._transfer.fetch(Wanted(url=url, asked=asked, start=span.start, stop=end, size=info.size), stop)
+        if isinstance(got, Refusal):
+            return self._refused(got)
+        if isinstance(got, Unreadable):
+            return got
+        all_of_it = span.start == 0 and (end == info.size or (info.size is None and len(got) < end))
+        if all_of_it and len(got) <= self._room:
+            self._room -= len(got)
+            self._kept[span.path] = got
+        return got
 
     def _refused(self, answer: Refusal) -> Unreadable:
         """One file that is refused in a repo that is open is that file's fault; in a gated repo, or for a bad token, it is not."""

@@ -55,7 +55,7 @@ def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
     path = Path(os.path.expanduser(target))
     if os.path.lexists(path):
         if (
-            _repo(target)
+            repo(target)
             and path.is_dir()
             and not any(path.glob("*.safetensors*"))
             and not (path / "snapshots").is_dir()
@@ -64,16 +64,16 @@ def parse(target: str, progress: Progress) -> HubTarget | LocalTarget:
         return LocalTarget(target, path)
     if target.startswith("hf://") or re.match(r"https?://", target):
         return _from_url(target)
-    repo = _repo(target)
-    if repo is not None and not target.endswith((".safetensors", ".json")):
-        return repo
+    named = repo(target)
+    if named is not None and not target.endswith((".safetensors", ".json")):
+        return named
     shown = printable(target)
     if re.fullmatch(r"[^\s/\\]+/[^\s/\\]+", target) and not target.startswith((".", "~")):
         raise UsageError(f"{shown} is no file or folder here, and cannot be the name of a Hub repo.", _SPELLINGS)
     raise UsageError(f"There is no file or folder {shown}.", _SPELLINGS)
 
 
-def _repo(text: str) -> HubTarget | None:
+def repo(text: str) -> HubTarget | None:
     """The repo that `[org/]name[@revision]` names, if the Hub allows such a name."""
     match = _REPO.fullmatch(text)
     if match is None or len(match["name"]) > 96 or any(bad in match["name"] for bad in ("--", "..")):
@@ -94,11 +94,11 @@ def _from_url(url: str) -> HubTarget:
     path = unquote(f"{parts.netloc}{parts.path}" if parts.scheme == "hf" else parts.path).strip("/")
     if path.startswith(("datasets/", "spaces/", "buckets/", "kernels/")):
         raise UsageError(f"{shown} is not a model repo.", "Give the repo of a model.")
-    found = _repo(path.removeprefix("models/"))
+    found = repo(path.removeprefix("models/"))
     if found is None and parts.scheme != "hf":
         owner, name, *rest = (path + "//").split("/", 2)
         web = _WEB.fullmatch(rest[0].strip("/"))
-        found = _repo(f"{owner}/{name}@{web['revision']}") if web and not web["inside"] else None
+        found = repo(f"{owner}/{name}@{web['revision']}") if web and not web["inside"] else None
     if found is None or "/" not in found.name:
         raise UsageError(f"{shown} is not the address of a whole model repo.", "Give org/name[@revision].")
     return found
@@ -153,8 +153,9 @@ def open_snapshot(repo: Path, commit: str, name: str, kind: str = "local") -> Lo
 def cached_commit(repo: Path, revision: str | None) -> str | None:
     """The commit that a branch, a tag or (the beginning of) a commit stands for in a cache folder; None when it is not there."""
     snapshots = sorted(p.name for p in (repo / "snapshots").glob("*") if p.is_dir())
-    ref = repo / "refs" / (revision or "main")
-    if ".." not in ref.parts and ref.is_file():
+    refs = repo / "refs"
+    ref = refs / (revision or "main")
+    if ".." not in ref.parts and ref.is_relative_to(refs) and ref.is_file():
         commit = ref.read_text(encoding="utf-8", errors="replace").strip()
         return commit if commit in snapshots else None
     if revision is None:
