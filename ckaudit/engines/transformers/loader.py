@@ -25,6 +25,7 @@ _NO_DATA = ("meta tensor", "meta device", "on meta", "Meta tensors", "aten::_loc
 def run(job: Job, read: ReadTensor) -> Plan:  # noqa: ARG001  (no operation of transformers 5 reads a tensor small enough to ask for)
     """What the installed transformers does with the checkpoint of `job`."""
     warnings.simplefilter("ignore")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no data, so nothing to wait for: 45,000 futures cost more than the load
     with tempfile.TemporaryDirectory(prefix="ckaudit-config-") as folder:
         os.environ.setdefault("HF_MODULES_CACHE", os.path.join(tempfile.gettempdir(), "ckaudit-modules"))
         try:
