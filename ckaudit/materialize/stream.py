@@ -59,6 +59,7 @@ class DeviceStream:
         self._unread = [a.nbytes for a in layout.arenas]
         self._untaken = [len(a.members) for a in layout.arenas]
         self._missing = [t.nbytes for t in layout.tensors]
+        self._gone = [False] * len(layout.tensors)
         self._last_chunk = _last_chunks(layout)
         self._size = max((c.nbytes for c in layout.chunks), default=0)
         self._error: BaseException | None = None
@@ -115,6 +116,9 @@ class DeviceStream:
                 raise self._error
             if self._closed:
                 raise CkauditError(f"The tensor {tensor.name!r} was asked for after the stream had ended.")
+            if self._gone[index]:
+                raise CkauditError(f"The tensor {tensor.name!r} was asked for twice.")
+            self._gone[index] = True
             block = self._block(arena)
             events = self._events[arena]
             self._taken += tensor.nbytes
