@@ -50,6 +50,8 @@ class Family(msgspec.Struct, frozen=True):
     """A name whose missing part ends in `.bias` is ignored in silence."""
     buffers: bool = False
     """Persistent buffers can be loaded like parameters."""
+    fused_load: bool = False
+    """Fused layers load their own parameters: below one, only its weights are looked for, and a bias it has not is left out."""
     aliases: bool = False
     """Of two names of one tied embedding only the first is loaded; the other is skipped."""
 
@@ -59,18 +61,18 @@ _REGEX: tuple[Kind, ...] = ("regex", *_BASE)
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _ROTARY4 = ("rotary_pos_emb.inv_freq", *_ROTARY)
 
-FAMILIES: tuple[Family, ...] = (
-    Family("0.6.5", _BASE, skip_first=False),
-    Family("0.9.0", _BASE, rotary=_ROTARY),
-    Family("0.11.0", _BASE, rotary=_ROTARY4),
-    Family("0.18.0", _REGEX, rotary=_ROTARY4),
-    Family("0.19.0", _REGEX, rotary=_ROTARY4, buffers=True),
-    Family("0.24.0", ("renaming", *_REGEX), rotary=_ROTARY4, buffers=True),
-    Family("0.25.0", KINDS, rotary=_ROTARY4, buffers=True, ignores_bias=True),
-    Family("0.29.0", KINDS, rotary=_ROTARY4, buffers=True, ignores_bias=True, rotary_dropped=True, skips=False, aliases=True),
-    Family("0.31.0", KINDS, rotary=_ROTARY4, buffers=True, ignores_bias=True, rotary_dropped=True, skips=False, aliases=True,
-           shard_lists=True),
-)  # fmt: skip
+_replace = msgspec.structs.replace
+_F065 = Family("0.6.5", _BASE, skip_first=False)
+_F090 = Family("0.9.0", _BASE, rotary=_ROTARY)
+_F011 = _replace(_F090, since="0.11.0", rotary=_ROTARY4)
+_F018 = _replace(_F011, since="0.18.0", kinds=_REGEX)
+_F019 = _replace(_F018, since="0.19.0", buffers=True)
+_F024 = _replace(_F019, since="0.24.0", kinds=("renaming", *_REGEX))
+_F025 = _replace(_F024, since="0.25.0", kinds=KINDS, ignores_bias=True, fused_load=True)
+_F029 = _replace(_F025, since="0.29.0", rotary_dropped=True, skips=False, aliases=True)
+_F031 = _replace(_F029, since="0.31.0", shard_lists=True)
+
+FAMILIES: tuple[Family, ...] = (_F065, _F090, _F011, _F018, _F019, _F024, _F025, _F029, _F031)
 """Oldest first; each holds until the next. Read from the wheels named in the module's docstring."""
 
 

@@ -141,7 +141,7 @@ def test_the_release_has_the_kinds_that_its_family_says(release):
     assert order == [FIELDS.get(kind, f"orig_to_new_{kind}") for kind in KINDS if kind in family(release).kinds]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["a", r"^a\.", "a_", "head", "*.a", r"model\.(a|b)\.", "a.weight"]),
        st.sampled_from(["x", "^x", r"x\.", r"(?!y)x", "x_"]), NAME)  # fmt: skip
 def test_renamings_are_those_of_transformers(source, target, name):

@@ -36,9 +36,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Skip(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Names that a loader leaves out before it looks for their parameter. One of `prefix`, `substring`, `beyond`."""
+    """Names that a loader leaves out before it looks for their parameter. One of `prefix`, `suffix`, `substring`, `beyond`."""
 
     prefix: str | None = None
+    suffix: str | None = None
     substring: str | None = None
     beyond: str | None = None
     """`encoder.layers.{vision_layer}.`: names with an index past the end of that set."""
@@ -67,8 +68,8 @@ class Loader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Loop: a rewriting that finds no parameter stays in the name for the rows after it."""
     unknown: Literal["raise", "ignore", "ignore-bias"] = "raise"
     """Loop: what a name without a parameter does; `ignore-bias` ignores it only where it ends in `.bias`."""
-    lands: Literal["check", "assume"] = "check"
-    """Loop: `assume` takes a rewritten name for a parameter without looking, and raises if it is none."""
+    lands: Literal["check", "assume", "assume-but-bias"] = "check"
+    """Loop: `assume` takes a rewritten name for a parameter without looking and raises if it is none (`-but-bias`: looks up a bias)."""
     why: str = ""
 
 

@@ -63,9 +63,9 @@ class _Laws:
                     self.fail(f"{row}.{group}[{i}]", "only stacked rows can stand here")
         for i, skip in enumerate(loader.skip):
             self.condition(f"{row}.skip[{i}]", skip.when)
-            given = [v for v in (skip.prefix, skip.substring, skip.beyond) if v is not None]
+            given = [v for v in (skip.prefix, skip.suffix, skip.substring, skip.beyond) if v is not None]
             if len(given) != 1 or not given[0]:
-                self.fail(f"{row}.skip[{i}]", "needs exactly one of prefix, substring, beyond, not empty")
+                self.fail(f"{row}.skip[{i}]", "needs exactly one of prefix, suffix, substring, beyond, not empty")
             if skip.beyond is not None:
                 self.templated(f"{row}.skip[{i}]", skip.beyond)
 

@@ -47,6 +47,7 @@ class Seat(msgspec.Struct, frozen=True):
     prefixes: tuple[tuple[str, str | None], ...]
     """Prefixes of names that are skipped, each with the reason when it is meant."""
     substrings: tuple[tuple[str, str | None], ...]
+    suffixes: tuple[tuple[str, str | None], ...]
     beyond: tuple[tuple[str, int, str | None], ...]
     """Prefix, number of layers, reason: a name whose index is not below that number is left out."""
     ignore_suffixes: tuple[str, ...]
@@ -60,6 +61,8 @@ class Model(msgspec.Struct, frozen=True):
     seats: dict[str, Seat]
     parameters: dict[str, Spec]
     modules: frozenset[str]
+    fused: frozenset[str]
+    """Modules that hold a fused parameter."""
     aliases: dict[str, str]
     """Tied: later name -> the name that the parameter goes by."""
 
@@ -82,7 +85,8 @@ def resolve(book: Book, section: Section, release: str, config: Mapping[str, Any
             seats[at] = _seat(at, loader, held, cited, values, indices)
     extra = [name for text in book.modules for name in indices.expand(text)]
     modules = frozenset(_parents([*parameters, *aliases, *(f"{m}." for m in [*extra, *seats])]))
-    return Model(release, held, seats, parameters, modules, aliases)
+    fused = frozenset(name.rpartition(".")[0] for name, spec in parameters.items() if spec.shards)
+    return Model(release, held, seats, parameters, modules, fused, aliases)
 
 
 def _parents(names: Iterable[str]) -> set[str]:
@@ -134,6 +138,7 @@ def _seat(at: str, loader: Loader, held: Family, cited: str, values: _Values, in
         before=tuple(rule(row, cited) for row in loader.before),
         prefixes=tuple((s.prefix, s.by_design) for s in skips if s.prefix),
         substrings=tuple(substrings),
+        suffixes=tuple((s.suffix, s.by_design) for s in skips if s.suffix),
         beyond=tuple(_beyond(s, indices) for s in skips if s.beyond),
         ignore_suffixes=(*loader.ignore_suffixes, *((".bias",) if held.ignores_bias else ())),
     )

@@ -86,12 +86,14 @@ class _Walk:
 
     def skipped(self, seat: Seat, name: str) -> tuple[str | None] | None:
         """The reason (in a 1-tuple) why this loader skips `name`; None when it does not."""
-        for prefix, why in seat.prefixes:
-            if name.startswith(prefix):
-                return (why,)
-        for substring, why in seat.substrings:
-            if substring in name:
-                return (why,)
+        for keys, hit in (
+            (seat.prefixes, name.startswith),
+            (seat.substrings, name.__contains__),
+            (seat.suffixes, name.endswith),
+        ):
+            for key, why in keys:
+                if hit(key):
+                    return (why,)
         return None
 
     def alias(self, seat: Seat, full: str) -> Landing | None:
@@ -114,11 +116,22 @@ class _Walk:
                     return self.end("ignored", join(full, rest), why=skipped[0])
                 if below := self.model.seats.get(full):
                     return self.load(below, rest)
+                if self.model.family.fused_load and full in self.model.fused:
+                    return self.fused(full, rest)
                 base = path
             elif child and self.loadable(full):
                 return self.parameter(seat, path, rest)
             else:
                 return self.missing(seat, path, rest)
+
+    def fused(self, module: str, rest: str) -> Landing:
+        """The loader of a fused layer: its own parameters, and a bias that it has not is left out (linear.py, from 0.25.0)."""
+        full = join(module, rest)
+        if rest and full in self.model.parameters:
+            return self.end("loaded", full)
+        if rest == "bias":
+            return self.end("ignored", full)
+        return self.end("unmatched", full, error=f"AttributeError: {module} has no {rest!r}")
 
     def loadable(self, full: str) -> bool:
         spec = self.model.parameters.get(self.model.aliases.get(full, full))
@@ -167,7 +180,7 @@ class _Walk:
             if self.is_parameter(full):
                 self.rewrite(seat, rule, name, after)
                 return self.end("loaded", self.model.aliases.get(full, full))
-            if loader.lands == "assume":
+            if loader.lands == "assume" or (loader.lands == "assume-but-bias" and not after.endswith(".bias")):
                 self.rewrite(seat, rule, name, after)
                 return self.end("unmatched", full, error=f"KeyError: {after!r}")
             if loader.carry:
