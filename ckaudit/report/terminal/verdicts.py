@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -13,20 +13,21 @@ from ckaudit.findings import Report, tally
 from ckaudit.plan import Plan
 from ckaudit.report.terminal.layout import VERDICTS, clip, folded, grid, label, many, prose, safe, size
 
+_SEPARATOR = " · "
+
 
 def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[RenderableType]:
     heads = [_head(p, report) for p in report.plans]
     facts = [_facts(p, report) for p in report.plans]
     column = max((h.cell_len for h in heads), default=0) + 2
-    beside = all(column + f.cell_len <= width for f in facts)
+    beside = all(column + len(_SEPARATOR.join(f)) <= width for f in facts)
     for plan, head, fact in zip(report.plans, heads, facts, strict=True):
         if beside:
             head.pad_right(column - head.cell_len)
-            yield head + fact
+            yield head.append(_SEPARATOR.join(fact), style="not bold dim default")
         else:
             yield head
-            if fact:
-                yield Padding(fact, (0, 0, 0, 4))
+            yield from (Padding(Text(line, style="dim"), (0, 0, 0, 4)) for line in _lines(fact, width - 4))
         for verb, said in (("raises", plan.error), ("because", plan.not_judged)):
             if said:
                 yield Padding(
@@ -53,7 +54,18 @@ def _head(plan: Plan, report: Report) -> Text:
     return head
 
 
-def _facts(plan: Plan, report: Report) -> Text:
+def _lines(facts: Sequence[str], width: int) -> list[str]:
+    """The facts in lines that break between them, not inside."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(_SEPARATOR) + len(fact) <= width:
+            lines[-1] += _SEPARATOR + fact
+        else:
+            lines.append(fact)
+    return lines
+
+
+def _facts(plan: Plan, report: Report) -> list[str]:
     n = tally(plan, report.sizes)
     facts = []
     if plan.names:
@@ -71,7 +83,7 @@ def _facts(plan: Plan, report: Report) -> Text:
             facts.append(f"{n.unwritten_by_design:,} unwritten by design")
     if n.bytes_lost and plan.verdict != "not_judged":
         facts.append(f"{size(n.bytes_lost)} lost")
-    return Text(" · ".join(facts), style="dim")
+    return facts
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[RenderableType]:
