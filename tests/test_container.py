@@ -280,6 +280,14 @@ def test_a_stray_shows_both_sides() -> None:
     assert finding.bytes == 2 * len(SOUND[A])
 
 
+def test_what_transformers_loads_instead_is_told() -> None:
+    files = SETS["shards without an index"][0]
+    _, (finding,), _ = audit(files | {"pytorch_model.bin": b"x"})
+    assert "transformers loads pytorch_model.bin instead" in finding.message
+    _, (finding,), _ = audit(files)
+    assert "transformers finds no weights" in finding.message
+
+
 def test_bytes_missing_and_left_over() -> None:
     _, (cut,), _ = audit(one(CUT))
     assert cut.bytes == 70

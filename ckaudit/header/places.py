@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from math import prod
 
-from ckaudit.header.model import DTYPE_BITS, MAX_SIZE, Defect, TensorInfo
+from ckaudit.header.model import DTYPE_BITS, MAX_DEFECTS, MAX_SIZE, Defect, TensorInfo
 
 
 def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete: bool) -> list[Defect]:
@@ -20,7 +21,8 @@ def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete
     else:
         if at == data_size or (data_size is None and at * 8 <= MAX_SIZE):
             return []
-    return [*_sizes_wrong(tensors), *_places_wrong(tensors, data_size, complete=complete)]
+    wrong = chain(_sizes_wrong(tensors), _places_wrong(tensors, data_size, complete=complete))
+    return list(islice(wrong, MAX_DEFECTS + 1))
 
 
 def _sizes_wrong(tensors: dict[str, TensorInfo]) -> Iterator[Defect]:

@@ -66,10 +66,12 @@ def _unfound(whole: Whole) -> Iterator[Finding]:
     config = whole.checkpoint.config or {}
     expected = bool(config.get("architectures") or config.get("model_type"))
     several = len(paths) > 1
+    pickles = [p for p in ("pytorch_model.bin", "pytorch_model.bin.index.json") if p in whole.files]
     yield finding(
         NO_INDEX,
         (f"{len(paths)} files and no index: " if several else f"{paths[0]} is not called model.safetensors: ")
-        + "transformers finds no weights here, though engines that take every file do.",
+        + (f"transformers loads {pickles[0]} instead" if pickles else "transformers finds no weights here")
+        + ", though engines that take every safetensors file find them.",
         paths,
         severity="error" if expected else "warning",
         bytes=whole.sizes(paths),
