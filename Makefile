@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: audit test lint format clean
+.PHONY: audit test lint format docs clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -12,6 +12,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 audit: $(VENV)/ready
+	$(BIN)/python fixtures/make.py
 	$(BIN)/ckaudit names fixtures/minicpm-v-4.6
 
 lint: $(VENV)/ready
@@ -25,6 +26,11 @@ test: lint
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Sample outputs and the picture in the documentation, made by the program.
+docs: $(VENV)/ready
+	$(BIN)/python fixtures/make.py
+	$(BIN)/python docs/regenerate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
