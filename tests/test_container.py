@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +290,22 @@ def test_what_transformers_loads_instead_is_told() -> None:
     assert "transformers loads pytorch_model.bin instead" in finding.message
     _, (finding,), _ = audit(files)
     assert "transformers finds no weights" in finding.message
+
+
+def test_two_runs_say_the_same() -> None:
+    """Whatever the order in which sets of strings come out, which differs from process to process."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import test_container as t\n"
+        "for files, _ in t.SETS.values(): print([(f.message, f.names, f.wanted, f.found) for f in t.audit(files)[1]])"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(said) == 1
 
 
 def test_bytes_missing_and_left_over() -> None:

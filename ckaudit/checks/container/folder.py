@@ -8,6 +8,7 @@ from ckaudit.checkpoint import components
 from ckaudit.checkpoint.layout import doubles, loaded_by_name, other_weights, sequences
 from ckaudit.checks.container.whole import Whole, finding, what
 from ckaudit.findings import Check, Finding
+from ckaudit.naming import natural_key
 
 STRAY = Check("CK130", "safetensors file outside the checkpoint", "warning")
 RIVALS = Check("CK131", "two checkpoints in one folder", "error")
@@ -108,7 +109,7 @@ def _compare(whole: Whole, paths: Iterable[str]) -> tuple[bool, str]:
     """Whether the strays `paths` hold the very tensors of the checkpoint, and a pair that differs."""
     theirs = {n: i for p in paths if (h := whole.strays[p].header) for n, i in h.tensors.items()}
     ours = {n: i for header in whole.headers.values() for n, i in header.tensors.items()}
-    for name in theirs.keys() & ours.keys():
+    for name in sorted(theirs.keys() & ours.keys(), key=natural_key):
         if (ours[name].dtype, ours[name].shape) != (theirs[name].dtype, theirs[name].shape):
             return False, f" {name} is {what(ours[name])} in the one and {what(theirs[name])} in the other."
     return theirs.keys() == ours.keys(), ""
