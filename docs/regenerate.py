@@ -67,6 +67,7 @@ def picture() -> str:
 
 def main() -> None:
     check = "--check" in sys.argv
+    subprocess.run([sys.executable, str(ROOT / "fixtures" / "make.py")], check=True, stdout=subprocess.DEVNULL)
     wanted = {ROOT / name: filled((ROOT / name).read_text(encoding="utf-8")) for name in FILES} | {PICTURE: picture()}
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
     for path in stale:
