@@ -18,9 +18,11 @@ import released
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from ckaudit import rulebook
 from ckaudit.engines.rules.walk import walk
 from ckaudit.mapper import KINDS, Mapper, Rule, family
 from ckaudit.rulebook import parse
+from ckaudit.rulebook.book import rule as made
 from ckaudit.rulebook.model import resolve
 
 RELEASES = ("0.8.5", "0.18.1", "0.24.0", "0.25.1", "0.27.1", "0.29.0", "0.33.0")
@@ -373,7 +375,7 @@ def theirs(release: str, loaders: dict[str, Any], name: str) -> tuple[str, Any]:
     return written[0] if written else ("nothing", None)
 
 
-# ----- the MiniCPM-V 4.6 book against the sources it cites -----
+# ----- the shipped books against the sources they cite -----
 
 
 def mapper_of(release: str, path: str, class_name: str) -> dict[str, dict[str, Any]]:
@@ -397,30 +399,35 @@ def mapper_of(release: str, path: str, class_name: str) -> dict[str, dict[str, A
 @pytest.mark.wheel
 @pytest.mark.parametrize("release", ["0.24.0", "0.25.1", "0.27.1", "0.29.0", "0.33.0"])
 @pytest.mark.parametrize(
-    ("at", "path", "class_name"),
+    ("architecture", "at", "path", "class_name"),
     [
-        ("", "minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration"),
-        ("vit_merger.self_attn", "minicpmv4_6", "MiniCPMV4_6ViTWindowAttentionSelfAttn"),
-        ("vpm", "idefics2_vision_model", "Idefics2VisionTransformer"),
-        ("language_model", "qwen3_5", "Qwen3_5ForCausalLMBase"),
+        ("MiniCPMV4_6ForConditionalGeneration", "", "minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration"),
+        (
+            "MiniCPMV4_6ForConditionalGeneration",
+            "vit_merger.self_attn",
+            "minicpmv4_6",
+            "MiniCPMV4_6ViTWindowAttentionSelfAttn",
+        ),
+        ("MiniCPMV4_6ForConditionalGeneration", "vpm", "idefics2_vision_model", "Idefics2VisionTransformer"),
+        ("MiniCPMV4_6ForConditionalGeneration", "language_model", "qwen3_5", "Qwen3_5ForCausalLMBase"),
+        ("LlamaForCausalLM", "model", "llama", "LlamaModel"),
+        ("Qwen2ForCausalLM", "model", "qwen2", "Qwen2Model"),
+        ("Qwen3ForCausalLM", "model", "qwen2", "Qwen2Model"),
     ],
 )
-def test_the_minicpm_book_has_the_rules_of_the_release(release, at, path, class_name):
-    from ckaudit import rulebook
-    from ckaudit.rulebook.book import rule
-
-    book = rulebook.find("MiniCPMV4_6ForConditionalGeneration")
+def test_a_book_has_the_rules_of_the_release(architecture, release, at, path, class_name):
+    book = rulebook.find(architecture)
     assert book is not None
     section = book.section(release)
     assert section is not None
     loader = next((book.loaders[n] for n in section.loaders if book.loaders[n].at == at), None)
-    rows = [rule(r) for r in loader.rules] if loader is not None and loader.style == "auto" else []
-    ours_: dict[str, dict[str, Any]] = {}
+    rows = [made(r) for r in loader.rules] if loader is not None and loader.style == "auto" else []
+    book_has: dict[str, dict[str, Any]] = {}
     for r in rows:
         if r.key == "head.":
             continue  # added in __init__, from 0.29.0
         value = (r.to, r.shards[0]) if r.kind == "stacked" else r.to
-        ours_.setdefault(FIELDS.get(r.kind, f"orig_to_new_{r.kind}"), {})[r.key] = value
-    theirs_ = mapper_of(release, f"vllm/model_executor/models/{path}.py", class_name)
-    assert ours_ == theirs_
-    assert {k: list(v) for k, v in ours_.items()} == {k: list(v) for k, v in theirs_.items()}  # the order counts
+        book_has.setdefault(FIELDS.get(r.kind, f"orig_to_new_{r.kind}"), {})[r.key] = value
+    release_has = mapper_of(release, f"vllm/model_executor/models/{path}.py", class_name)
+    assert book_has == release_has
+    assert {k: list(v) for k, v in book_has.items()} == {k: list(v) for k, v in release_has.items()}  # the order counts
