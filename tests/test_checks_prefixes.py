@@ -99,6 +99,18 @@ class TestRepeated:
         assert findings(source, plan(source, names)) == []
         assert findings(source) == []
 
+    def test_a_repeat_that_the_engine_renames_on_purpose(self) -> None:
+        # ViT's own names, which a conversion of the loader changes
+        names = [f"vit.encoder.layer.{i}.attention.attention.{p}.weight" for i in range(3) for p in ("query", "key")]
+        source = checkpoint(names)
+        rename = {
+            n: n.replace("attention.attention.query", "attention.q_proj").replace(
+                "attention.attention.key", "attention.k_proj"
+            )
+            for n in names
+        }
+        assert findings(source, plan(source, list(rename.values()), rename.__getitem__)) == []
+
     @pytest.mark.parametrize(
         ("old", "new"),
         [

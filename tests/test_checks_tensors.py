@@ -149,6 +149,10 @@ class TestLayers:
     def test_a_config_that_agrees(self, sizes: dict[str, Any]) -> None:
         assert findings(checkpoint(LLAMA, CONFIG | sizes)) == []
 
+    def test_a_list_of_modules_that_are_no_layers(self) -> None:
+        mergers = [f"model.visual.mergers.{i}.{p}.weight" for i in range(3) for p in ("fc1", "fc2", "norm")]
+        assert findings(checkpoint(mergers, CONFIG | {"num_hidden_layers": 2})) == []
+
     def test_a_tower_that_the_config_says_nothing_of(self) -> None:
         tower = [f"vision.blocks.{i}.{p}.weight" for i in range(7) for p in ("fc1", "fc2", "norm")]
         assert findings(checkpoint([*LLAMA, *tower], CONFIG | {"num_hidden_layers": 4})) == []

@@ -18,7 +18,9 @@ NO_CLASS = Check("CK404", "no class named", "warning")
 CHECKS = (CONTRADICTION, NEWER, NO_CONFIG, NO_CLASS)
 
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|lm_head|embed_out)\.weight$")
-_TEXT = re.compile(r"(^|\.)(language_model|text_model|model|llm|transformer|decoder)\.")
+_TEXT = re.compile(
+    r"(^|\.)(language_model|text_model|model|llm|transformer|decoder)\.(.*\.)?(layers|layer|blocks|block|h)$"
+)
 
 
 def readable(facts: Facts) -> Iterator[Finding]:
@@ -69,7 +71,7 @@ def layer_counts(facts: Facts) -> Iterator[Finding]:
     if (
         said < 1
         or any(len(s.members) in {v, v + drafts} for s in stacks for v in known)
-        or not _TEXT.search(f"{largest.path}.")
+        or not _TEXT.search(largest.path)
     ):
         return
     more = count > said

@@ -174,11 +174,16 @@ def _once(name: str) -> str:
 def accepted(case: Case) -> Iterator[Finding]:
     """Names with a repeated run that this engine loads into parameters without it: the next loader may take them literally."""
     groups: dict[str, list[str]] = defaultdict(list)
+    forgiven = {n for note in case.plan.notes if note.kind == "doubled-prefix" for n in note.names}
     candidates = set(_repeating(case.facts))
     for fate in case.plan.names if candidates else ():
-        if fate.name in candidates and fate.fate == "loaded" and fate.into and (run := repeat(fate.name)) is not None:
-            text = ".".join(run[0])
-            if f"{text}.{text}." not in f"{fate.into}.":
+        if (
+            fate.name in candidates
+            and fate.fate == "loaded"
+            and (fate.name in forgiven or _once(fate.name) == fate.into)
+        ):
+            run = repeat(fate.name)
+            if run is not None:
                 groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(fate.name)
     told = {n for f in case.on_files if f.check == REPEATED.id for n in f.names}
     for text, names in groups.items():
