@@ -246,10 +246,11 @@ def _digest(flat: torch.Tensor) -> Any:
     words = flat.shape[1] // 8
     if not words:
         return torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
-    if flat.shape[0] > 1 and flat.shape[1] % 8:
-        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8))
-        return flat.view(torch.int64).sum(dim=1)
-    return flat[:, : words * 8].contiguous().view(torch.int64).sum(dim=1)
+    if flat.shape[0] == 1:  # on its own: a row's stride, which a view must divide, may be odd
+        return flat[0, : words * 8].view(torch.int64).sum(dim=0, keepdim=True)
+    if flat.shape[1] % 8:
+        flat = flat[:, : words * 8].contiguous()
+    return flat.view(torch.int64).sum(dim=1)
 
 
 def _signed(value: int) -> int:
