@@ -21,6 +21,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 test: lint
+	$(BIN)/python fixtures/make.py
 	$(BIN)/pytest -n auto
 
 format: $(VENV)/ready

@@ -182,6 +182,25 @@ class TestTerminal:
         long = report(findings=(finding(names=("x" * 500,), message="word " * 100),), target=target(name="n" * 300))
         assert max(map(len, terminal.render(long, width=width, verbose=verbose).splitlines())) <= width
 
+    @pytest.mark.parametrize(
+        ("verdicts", "told"),
+        [
+            ("0.24.0+ 0.25.1- 0.27.1- 0.33.0+", "first bad release 0.25.1, good again from 0.33.0"),
+            ("0.24.0+ 0.9.0+ 0.25.1-", "first bad release 0.25.1, still bad in 0.25.1"),
+            ("0.25.1- 0.33.0+", "bad from the first release asked, 0.25.1, good again from 0.33.0"),
+            ("0.24.0+ 0.33.0+", None),
+            ("0.25.1-", None),
+            ("0.24.0? 0.25.1-", None),
+        ],
+    )
+    def test_of_several_releases_the_first_bad_and_good_ones(self, verdicts: str, told: str | None) -> None:
+        made = {"+": None, "-": {"error": "raises"}, "?": {"not_judged": "no time"}}
+        plans = tuple(
+            good(id=f"vllm=={v[:-1]}", engine="vllm", release=v[:-1], **(made[v[-1]] or {})) for v in verdicts.split()
+        )
+        out = terminal.render(report(plans=plans, findings=()))
+        assert (f"vllm (live): {told}" in out) if told else ("release" not in out)
+
     def test_colours_only_when_asked(self) -> None:
         assert "\x1b" not in terminal.render(report())
         assert "\x1b[1;31m" in terminal.render(report(), colour=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from packaging.version import InvalidVersion, Version
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -39,8 +41,29 @@ def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[Renderabl
         yield Text(
             f"  by names and shapes alone: the files themselves are faulty, see {' '.join(broken)}", style="bold yellow"
         )
+    yield from _matrix(report)
     if not report.plans:
         yield Text("? not judged: no engine was run", style="bold magenta")
+
+
+def _matrix(report: Report) -> Iterator[RenderableType]:
+    """Of several releases of one engine: where it goes wrong, and where it is right again."""
+    groups: dict[tuple[str, str], dict[Version, bool]] = {}
+    for plan in report.plans:
+        if plan.release is not None and plan.verdict != "not_judged":
+            with suppress(InvalidVersion):
+                groups.setdefault((plan.engine, plan.method), {})[Version(plan.release)] = plan.verdict == "loads"
+    for (engine, method), releases in groups.items():
+        bad = sorted(v for v, loads in releases.items() if not loads)
+        good = sorted(v for v, loads in releases.items() if loads and bad and v > bad[-1])
+        if len(releases) > 1 and bad:
+            since = (
+                f"first bad release {bad[0]}"
+                if bad[0] > min(releases)
+                else f"bad from the first release asked, {bad[0]}"
+            )
+            until = f"good again from {good[0]}" if good else f"still bad in {bad[-1]}"
+            yield Text(f"  {safe(engine)} ({method}): {since}, {until}", style="bold")
 
 
 def _head(plan: Plan, report: Report) -> Text:
