@@ -101,7 +101,7 @@ def other_weights(paths: Iterable[str]) -> list[str]:
 def doubles(path: str) -> str | None:
     """What a safetensors file holds that by its name doubles or extends the checkpoint without being part of it; None for others."""
     if path.startswith("consolidated"):
-        return "the same weights in Mistral's own format"
+        return "the weights in Mistral's own format, which vLLM (0.24 and newer) loads in place of the others"
     if path.startswith("adapter_model"):
         return "an adapter"
     if _VARIANT.fullmatch(path):

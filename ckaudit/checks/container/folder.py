@@ -141,7 +141,7 @@ def _strays(whole: Whole) -> Iterator[Finding]:
     if known and not whole.one_file:
         yield finding(
             STRAY,
-            f"{known[0]} is not read: by its name it is {doubles(known[0])}.",
+            f"{known[0]} is not audited: by its name it holds {doubles(known[0])}.",
             known,
             severity="note",
             bytes=whole.sizes(known),
