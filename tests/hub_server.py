@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -76,6 +77,9 @@ class HubServer:
         self.tokens = tokens
         self.log: list[Request] = []
         self.cdn_log: list[Request] = []
+        self.most = 0
+        """The largest number of requests that were held back at one time."""
+        self._now = 0
         self._rules: list[_Rule] = []
         self._lock = threading.Lock()
         self._servers = [_Server(self, self.log)] + ([_Server(self, self.cdn_log)] if cdn else [])
@@ -107,6 +111,16 @@ class HubServer:
     def paths(self, pattern: str = "*") -> list[str]:
         """The paths asked of the first host, in order, that match `pattern`."""
         return [r.path for r in self.log if fnmatch.fnmatchcase(r.path, pattern)]
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the requests that are being held back."""
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        yield
+        with self._lock:
+            self._now -= 1
 
     def fault_for(self, path: str) -> Fault | None:
         """Takes the first fault that applies to this request."""
@@ -158,7 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(200, _counters(self.server.log))
         self.server.log.append(self.seen)
         fault = hub.fault_for(path) or Fault()
-        time.sleep(hub.latency + fault.delay)
+        with hub.counted():
+            time.sleep(hub.latency + fault.delay)
         if fault.drop:
             return self._hang_up(reset=fault.reset)
         if fault.status is not None:

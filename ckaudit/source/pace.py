@@ -37,6 +37,7 @@ class Pace:
         self._lock = threading.Lock()
         self._not_before = 0.0
         self._waited = 0.0
+        self._told = 1
 
     def hold(self, stop: threading.Event) -> None:
         """Waits until the rate limit allows a request."""
@@ -47,7 +48,8 @@ class Pace:
         """Waits after the try number `failed`, `after` seconds if the server asks for them. Raises `error` after the last."""
         if failed >= TRIES:
             raise SourceError(f"{error.message.rstrip('.')} (tried {TRIES} times).", error.hint) from error
-        if failed > 1:
+        if failed > self._told:  # once for all files that fail together
+            self._told = failed
             self._progress.note(f"{error.message.rstrip('.')}: try {failed + 1} of {TRIES}.")
         self._clock.wait(max(_BACKOFF[failed - 1], min(after or 0.0, _LONGEST)), stop)
 
