@@ -79,6 +79,7 @@ def ours(found: Header) -> dict[str, tuple[str, list[int]]]:
     return {name: (info.dtype, list(info.shape)) for name, info in found.tensors.items()}
 
 
+@settings(deadline=None)
 @given(files())
 def test_sound_files_are_read_as_the_library_reads_them(data: bytes) -> None:
     found = parse(data, len(data))
@@ -127,7 +128,7 @@ def spoiled(draw: st.DrawFn) -> bytes:
     return prefix + text + rest
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(spoiled())
 def test_it_rejects_what_the_library_rejects_and_nothing_else(data: bytes) -> None:
     found = parse(data, len(data))
@@ -143,7 +144,7 @@ def test_it_rejects_what_the_library_rejects_and_nothing_else(data: bytes) -> No
         assert any(mark in d.found for d in found.defects for mark in ("[", "{"))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.binary(max_size=300) | st.binary(max_size=200).map(lambda b: encode(b'{"' + b)), st.integers(0, 400) | st.none()
 )
@@ -185,6 +186,7 @@ def test_bombs_cost_no_more_than_a_small_multiple() -> None:
         assert peak < 4 * len(data) + 16_000_000, (label, peak)
 
 
+@settings(deadline=None)
 @given(files(), st.data())
 def test_a_cut_file_is_called_cut(data: bytes, draw: st.DataObject) -> None:
     length = declared_length(data)
