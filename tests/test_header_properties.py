@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from helpers import encode
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
@@ -79,7 +79,7 @@ def ours(found: Header) -> dict[str, tuple[str, list[int]]]:
     return {name: (info.dtype, list(info.shape)) for name, info in found.tensors.items()}
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(files())
 def test_sound_files_are_read_as_the_library_reads_them(data: bytes) -> None:
     found = parse(data, len(data))
@@ -128,7 +128,7 @@ def spoiled(draw: st.DrawFn) -> bytes:
     return prefix + text + rest
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spoiled())
 def test_it_rejects_what_the_library_rejects_and_nothing_else(data: bytes) -> None:
     found = parse(data, len(data))
@@ -144,7 +144,7 @@ def test_it_rejects_what_the_library_rejects_and_nothing_else(data: bytes) -> No
         assert any(mark in d.found for d in found.defects for mark in ("[", "{"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.binary(max_size=300) | st.binary(max_size=200).map(lambda b: encode(b'{"' + b)), st.integers(0, 400) | st.none()
 )
@@ -186,7 +186,7 @@ def test_bombs_cost_no_more_than_a_small_multiple() -> None:
         assert peak < 4 * len(data) + 16_000_000, (label, peak)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(files(), st.data())
 def test_a_cut_file_is_called_cut(data: bytes, draw: st.DataObject) -> None:
     length = declared_length(data)

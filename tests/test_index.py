@@ -6,7 +6,7 @@ import json
 
 import pytest
 from helpers import index_file
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckaudit.index import not_plain, parse
@@ -157,7 +157,7 @@ def test_plain_files(file: str) -> None:
     assert not_plain(file) is None
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.binary(max_size=200)
     | st.text(max_size=100).map(lambda t: ('{"weight_map":{' + t + "}}").encode("utf-8", "surrogatepass"))
@@ -167,7 +167,7 @@ def test_any_bytes_are_data(data: bytes) -> None:
     assert found.defects or found.weight_map
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
