@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -84,6 +86,12 @@ class TestUsage:
             ["names", "fixtures/llama-good", "--json", "/no/such/folder/x.json"],
             ["names", "fixtures/llama-good", "--json", "/"],
             ["names", "fixtures/llama-good", "--engine", "rules:/no/such/book.toml"],
+            ["names", "fixtures/llama-good", "--names"],
+            ["names", "fixtures/llama-good", "--quiet", "--verbose"],
+            ["names", "fixtures/llama-good", "--tp", "two"],
+            ["names", "fixtures/llama-good", "--hf-overrides", "[1]"],
+            ["engines", "remove", "vllm==0.0.1"],
+            ["engines", "add", "torch==1"],
             ["checks", "CK999"],
         ],
     )
@@ -232,6 +240,30 @@ class TestNames:
             "assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()"
         )
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_audit_leaves_no_worker(sent: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "ckaudit", "names", good(), "--engine", "transformers", "--no-cache"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        deadline = time.monotonic() + 60
+        while not (workers := _children(run.pid)) and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        run.send_signal(sent)
+        out, _ = run.communicate(timeout=60)
+    assert workers, "no worker was started"
+    assert (run.returncode, out) == (code, "")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that the threads of `pid` have started."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
 
 
 class TestExplain:

@@ -82,12 +82,17 @@ def watched(*, quiet: bool = False) -> Iterator[Progress]:
         return
     from rich import progress as rp
     from rich.console import Console
+    from rich.text import Text
+
+    class Count(rp.MofNCompleteColumn):
+        def render(self, task: rp.Task) -> Text:
+            return Text() if task.total is None else super().render(task)
 
     columns = (
         rp.SpinnerColumn(),
         rp.TextColumn("{task.description}", markup=False),
         rp.BarColumn(24),
-        rp.MofNCompleteColumn(),
+        Count(),
     )
     with rp.Progress(*columns, rp.TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
         yield _Bars(bars)

@@ -79,10 +79,15 @@ def names(
 ) -> None:
     """Audit a checkpoint's tensor names, shapes and files from its headers alone."""
     from ckaudit.cli import console
+    from ckaudit.errors import UsageError
     from ckaudit.pipeline import audit
     from ckaudit.report import json_v1, terminal
     from ckaudit.suppressions import read
 
+    if names_ and json is None:
+        raise UsageError("--names is about the JSON report.", "Add --json FILE.")
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
     file = None if json in (None, "-") else console.writable(Path(str(json)))
     flags = serving(
         pp=pp,
