@@ -19,6 +19,7 @@ from ckaudit.checks import (
     layout,
     names,
     prefixes,
+    quantisation,
     rewrites,
     rules,
     tensors,
@@ -36,7 +37,8 @@ CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
-            *tensors.CHECKS, *companions.CHECKS, *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
+            *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS,
+            *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
         ),
         key=lambda c: c.id,
     )
@@ -45,7 +47,7 @@ CHECKS: tuple[Check, ...] = tuple(
 
 ON_FILES: tuple[OnFiles, ...] = (
     config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, layout.draft,
-    ties.ties, companions.companions, companions.schemes, companions.ignore_list,
+    ties.ties, companions.companions, companions.schemes, quantisation.ignore_list,
     tensors.saved_dtype, tensors.square_experts, tensors.fused_rows,
 )  # fmt: skip
 """What can be told from names, shapes and config alone."""

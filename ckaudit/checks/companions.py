@@ -1,4 +1,4 @@
-"""CK304, CK305, CK307: what belongs to a quantised weight, and the scheme on disk against the one that the config declares."""
+"""CK304, CK305: what belongs to a quantised weight, and the scheme on disk against the one that the config declares."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import msgspec
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts, split
+from ckaudit.checks.quantisation import declared, elsewhere, ignored_by
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
-from ckaudit.renames import infer_rename
 
 COMPANION = Check("CK304", "quantised weight without its companion", "error")
 SCHEME = Check("CK305", "quantisation on disk against the config", "error")
-IGNORE_LIST = Check("CK307", "ignore list that matches no module", "warning")
-CHECKS = (COMPANION, SCHEME, IGNORE_LIST)
+CHECKS = (COMPANION, SCHEME)
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -136,7 +135,7 @@ def companions(facts: Facts) -> Iterator[Finding]:
 
 
 def _declares(facts: Facts) -> bool:
-    return bool(declared(facts)) or bool(_elsewhere(facts))
+    return bool(declared(facts)) or bool(elsewhere(facts))
 
 
 def _likely(need: tuple[str, ...], counts: Counter[str]) -> str:
@@ -152,30 +151,6 @@ def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Findi
     )  # fmt: skip
 
 
-def declared(facts: Facts) -> dict[str, Any]:
-    """The quantisation that the config declares, wherever it stands; empty when it declares none. MLX's own key counts as method `mlx`."""
-    sections = [facts.config, *(v for v in facts.config.values() if isinstance(v, dict))]
-    for section in sections:
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(found := section.get(key), dict) and found:
-                return found
-        if isinstance(found := section.get("quantization"), dict) and found:
-            return {"quant_method": "mlx", **found}
-    return {}
-
-
-def _elsewhere(facts: Facts) -> str | None:
-    """The file beside config.json that declares a quantisation, if one does."""
-    return next(
-        (
-            p
-            for p in facts.checkpoint.texts
-            if p.endswith(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
-        ),
-        None,
-    )
-
-
 _LATER = frozenset("bitsandbytes fp8 torchao hqq quanto eetq higgs fp_quant sinq mxfp4 metal four_over_six".split())  # noqa: SIM905
 """Methods that also quantise plain weights while loading: nothing quantised on disk is then as it should be."""
 
@@ -189,7 +164,7 @@ def schemes(facts: Facts) -> Iterator[Finding]:
     names = [n for n in facts.checkpoint.tensors if split(n)[0] in modules] if modules else []
     on_disk = ", ".join(s.name for s in found)
     if found and not config:
-        other = _elsewhere(facts)
+        other = elsewhere(facts)
         yield on_files(
             facts, SCHEME, f"{len(modules)} modules are quantised ({on_disk}), and config.json has no quantization_config"
             + (f"; the scheme stands in {printable(other)}, which not every loader reads." if other else "."),
@@ -277,53 +252,6 @@ def _same_modules(case: Case, names: Iterable[str]) -> list[str]:
                 head, experts, _ = known.partition(".experts.")
                 modules |= {split(known)[0], f"{head}.experts"} if experts else {split(known)[0]}
     return [g for g in case.gaps if split(g)[0] in modules or g.rpartition(".")[0] in modules]
-
-
-def ignored_by(config: dict[str, Any], module: str) -> str | None:
-    """The entry of the config's ignore list that exempts `module`; None when none does."""
-    for entry in _ignore_list(config):
-        if entry.startswith("re:"):
-            try:
-                if re.match(entry[3:], module):
-                    return entry
-            except re.error:
-                continue
-        elif module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}"):
-            return entry
-    return None
-
-
-def _ignore_list(config: dict[str, Any]) -> list[str]:
-    for key in (
-        "ignore",
-        "modules_to_not_convert",
-        "llm_int8_skip_modules",
-        "ignored_layers",
-        "exclude_modules",
-        "exclude",
-    ):
-        if isinstance(found := config.get(key), list):
-            return [e for e in found if isinstance(e, str)]
-    return []
-
-
-def ignore_list(facts: Facts) -> Iterator[Finding]:
-    """Entries of the ignore list that name no module, while the same entries after one rename all would."""
-    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
-    if not entries:
-        return
-    modules = {m for group in facts.modules.values() for m in group}
-    stacks = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
-    idle = [e for e in entries if e not in modules and e not in stacks]
-    found = infer_rename(idle, modules) if idle else None
-    if found is not None and len(found.pairs) > 1:
-        entry, module = next(iter(found.pairs.items()))
-        yield on_files(
-            facts, IGNORE_LIST, f"{len(found.pairs)} of {len(entries)} entries of the ignore list name no module of this checkpoint; "
-            f"`{printable(entry)}` is stored as `{printable(module)}`.",
-            found.pairs.values(), blame="config",
-            mend=f"In the ignore list, {found.rename.text}.", wanted=printable(module), found=printable(entry),
-        )  # fmt: skip
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, on_files, under
 from ckaudit.checks.config import CONTRADICTION
-from ckaudit.checks.facts import Facts, shape
+from ckaudit.checks.facts import EXPERT_KEYS, Facts, shape
 from ckaudit.findings import Check, Finding
 from ckaudit.header import DTYPE_BITS
 from ckaudit.naming import fold
@@ -85,7 +85,8 @@ def _key(facts: Facts, difference: tuple[object, ...]) -> str | None:
     wanted = difference[0][0]
     keys = [k for k, v in facts.declared if v == wanted and not k.endswith("_id") and wanted > 3]
     named = [k for k in keys if re.search(r"(vocab|size|dim|num|n_|hidden|heads|experts)", k)]
-    return named[0] if named and len({k.rpartition(".")[2] for k in named}) == 1 else None
+    last = {k.rpartition(".")[2] for k in named}
+    return named[0] if len(last) == 1 or (last and last <= set(EXPERT_KEYS)) else None
 
 
 def casts(case: Case) -> Iterator[Finding]:

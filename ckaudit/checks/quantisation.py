@@ -1,0 +1,87 @@
+"""The quantisation that a config declares, and CK307: whether its ignore list names modules that are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckaudit.checks.case import on_files
+from ckaudit.checks.facts import Facts
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import printable
+from ckaudit.renames import infer_rename
+
+IGNORE_LIST = Check("CK307", "ignore list that matches no module", "warning")
+CHECKS = (IGNORE_LIST,)
+
+
+def declared(facts: Facts) -> dict[str, Any]:
+    """The quantisation that the config declares, wherever it stands; empty when it declares none. MLX's own key counts as method `mlx`."""
+    sections = [facts.config, *(v for v in facts.config.values() if isinstance(v, dict))]
+    for section in sections:
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := section.get(key), dict) and found:
+                return found
+        if isinstance(found := section.get("quantization"), dict) and found:
+            return {"quant_method": "mlx", **found}
+    return {}
+
+
+def elsewhere(facts: Facts) -> str | None:
+    """The file beside config.json that declares a quantisation, if one does."""
+    return next(
+        (
+            p
+            for p in facts.checkpoint.texts
+            if p.endswith(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
+        ),
+        None,
+    )
+
+
+def ignored_by(config: dict[str, Any], module: str) -> str | None:
+    """The entry of the config's ignore list that exempts `module`; None when none does."""
+    for entry in _ignore_list(config):
+        if entry.startswith("re:"):
+            try:
+                if re.match(entry[3:], module):
+                    return entry
+            except re.error:
+                continue
+        elif module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}"):
+            return entry
+    return None
+
+
+def _ignore_list(config: dict[str, Any]) -> list[str]:
+    for key in (
+        "ignore",
+        "modules_to_not_convert",
+        "llm_int8_skip_modules",
+        "ignored_layers",
+        "exclude_modules",
+        "exclude",
+    ):
+        if isinstance(found := config.get(key), list):
+            return [e for e in found if isinstance(e, str)]
+    return []
+
+
+def ignore_list(facts: Facts) -> Iterator[Finding]:
+    """Entries of the ignore list that name no module, while the same entries after one rename all would."""
+    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
+    if not entries:
+        return
+    modules = {m for group in facts.modules.values() for m in group}
+    stacks = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
+    idle = [e for e in entries if e not in modules and e not in stacks]
+    found = infer_rename(idle, modules) if idle else None
+    if found is not None and len(found.pairs) > 1:
+        entry, module = next(iter(found.pairs.items()))
+        yield on_files(
+            facts, IGNORE_LIST, f"{len(found.pairs)} of {len(entries)} entries of the ignore list name no module of this checkpoint; "
+            f"`{printable(entry)}` is stored as `{printable(module)}`.",
+            found.pairs.values(), blame="config",
+            mend=f"In the ignore list, {found.rename.text}.", wanted=printable(module), found=printable(entry),
+        )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Real saves of real classes, whole and spoilt, through the installed transformers: what is told is what that loader does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckaudit import audit
+from ckaudit.engines.transformers import TransformersEngine
+from ckaudit.findings import Report
+from tests.real_checkpoints import build
+
+Tensors = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersEngine]:
+    found = TransformersEngine()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small saved model of a type, built once."""
+    root, done = tmp_path_factory.mktemp("saved"), {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in done:
+            done[model_type] = root / model_type
+            build(model_type, done[model_type])
+        return done[model_type]
+
+    return folder
+
+
+def spoil(folder: Path, into: Path, change: Callable[[Tensors], Tensors], **config: Any) -> str:
+    """A copy of `folder` with its tensors and config changed."""
+    from safetensors.torch import load_file, save_file
+
+    into.mkdir()
+    save_file(change(load_file(folder / "model.safetensors")), into / "model.safetensors", {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps(raw | config))
+    return str(into)
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n.replace(old, new): t for n, t in tensors.items()}
+
+
+def drop(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n: t for n, t in tensors.items() if part not in n}
+
+
+def told(report: Report) -> list[tuple[str, str, str]]:
+    return [(f.check, f.severity, f.blame) for f in report.findings if f.severity != "note"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "vit", "qwen3_vl"])
+def test_a_whole_save_is_clean(model_type: str, saved: Callable[[str], Path], engine: TransformersEngine) -> None:
+    report = audit(str(saved(model_type)), engines=[engine], cache=False)
+    assert report.plans[0].verdict == "loads"
+    assert told(report) == []
+    assert told(audit(str(saved(model_type)), engines=[])) == []
+
+
+CASES: list[tuple[str, str, Callable[[Tensors], Tensors], dict[str, Any], list[tuple[str, str, str]]]] = [
+    ("compiled", "qwen3_moe", lambda t: {f"_orig_mod.{n}": x for n, x in t.items()}, {}, [("CK209", "error", "checkpoint")]),
+    ("doubled prefix", "llama", rename("model.", "model.model."), {}, [("CK213", "warning", "checkpoint")]),
+    ("an expert under another number", "qwen3_moe", rename("layers.1.mlp.experts.3.", "layers.1.mlp.experts.7."), {},
+     [("CK211", "error", "checkpoint")]),
+    ("a lost expert", "qwen3_moe", drop("layers.1.mlp.experts.2."), {}, [("CK211", "error", "checkpoint")]),
+    ("a lost gate of one expert", "qwen3_moe", drop("layers.1.mlp.experts.2.gate_proj"), {}, [("CK211", "error", "checkpoint")]),
+    ("another number of experts in the config", "qwen3_moe", lambda t: t, {"num_experts": 8, "num_local_experts": 8},
+     [("CK401", "error", "config")]),
+    ("lost layer", "llama", drop("layers.1."), {}, [("CK210", "error", "checkpoint")]),
+    ("fewer layers in the config", "llama", lambda t: t, {"num_hidden_layers": 1}, [("CK401", "error", "config")]),
+    ("another width in the config", "llama", lambda t: t, {"intermediate_size": 128}, [("CK401", "error", "config")]),
+    ("another vocabulary in the config", "llama", lambda t: t, {"vocab_size": 256}, [("CK401", "error", "config")]),
+    ("no head, and not tied", "llama", drop("lm_head"), {"tie_word_embeddings": False}, [("CK214", "error", "undecidable")]),
+    ("a norm that is not there", "llama", drop("model.norm"), {}, [("CK204", "error", "checkpoint")]),
+    ("a misspelt projection", "llama", rename("o_proj", "out_proj"), {}, [("CK209", "error", "checkpoint")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "change", "config", "expected"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
+def test_a_spoilt_save_is_one_finding(
+    model_type: str, change: Callable[[Tensors], Tensors], config: dict[str, Any], expected: list[tuple[str, str, str]],
+    saved: Callable[[str], Path], engine: TransformersEngine, tmp_path: Path,
+) -> None:  # fmt: skip
+    target = spoil(saved(model_type), tmp_path / "spoilt", change, **config)
+    assert told(audit(target, engines=[engine], cache=False)) == expected
