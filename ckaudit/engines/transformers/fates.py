@@ -9,23 +9,33 @@ from typing import Any
 
 from ckaudit.engines import Job
 from ckaudit.engines.transformers import remarks
+from ckaudit.engines.transformers.loader import line
 from ckaudit.engines.transformers.observe import Group, Record
 from ckaudit.engines.transformers.tensors import dtype_name
 from ckaudit.plan import Collision, Failure, Mismatch, NameFate, Parameter, Plan, RuleHit, Unjudged
 
 
-def tell(job: Job, chosen: Any, record: Record, failure: Exception | None) -> Plan:
-    """What one load did. `failure` is what it raised, after the first tensor was renamed."""
-    view = View(record)
-    names = tuple(view.fate(spec.name) for spec in job.tensors)
+def tell(
+    job: Job,
+    chosen: Any,
+    view: View,
+    failure: Exception | None,
+    stops: list[tuple[Exception, Failure]],
+    aside: dict[str, NameFate],
+) -> Plan:
+    """What the loads of one job did: `view` is of the last one, which raised `failure`; the earlier ones stopped at what is `aside`."""
+    record = view.record
+    names = tuple(aside.get(spec.name) or view.fate(spec.name) for spec in job.tensors)
+    first = stops[0][0] if stops else failure
+    last = view.stop(failure)
     return Plan(
         id="transformers",
         engine="transformers",
         release=None,
         method="live",
         architecture=chosen.cls.__name__,
-        error=None if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())}",
-        failures=(*view.conversion_failures(), *view.crash(failure)),
+        error=None if first is None else line(first),
+        failures=(*(stop for _, stop in stops), *view.conversion_failures(), *([] if last is None else [last])),
         names=names,
         parameters=tuple(view.parameter(name) for name in record.expected),
         collisions=view.collisions(),
@@ -173,19 +183,14 @@ class View:
             for target, text in errors.items()
         )
 
-    def crash(self, failure: Exception | None) -> tuple[Failure, ...]:
-        """An exception that the loader did not collect: the tensors of the conversion it stopped in go with it."""
+    def stop(self, failure: Exception | None) -> Failure | None:
+        """The exception as a failure, if it is one that the loader did not collect: with the tensors of the conversion it stopped in."""
         info = self.record.info
         if failure is None or (info is not None and (info.conversion_errors or info.mismatched_keys)):
-            return ()
+            return None
         group = self.record.groups[-1] if self.record.groups and self.record.stage == "convert" else None
-        return (
-            Failure(
-                message=f"{type(failure).__name__}: {' '.join(str(failure).split())}",
-                names=() if group is None else tuple(name for name, _ in group.sources),
-                parameter=None if group is None else group.target,
-            ),
-        )
+        names = () if group is None else tuple(name for name, _ in group.sources)
+        return Failure(message=line(failure), names=names, parameter=None if group is None else group.target)
 
 
 def _last_words(text: str) -> str:

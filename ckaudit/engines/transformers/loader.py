@@ -18,6 +18,9 @@ from typing import Any
 from ckaudit.engines import Job, ReadTensor
 from ckaudit.plan import Failure, NameFate, Plan
 
+_MAX_STOPS = 16
+"""How often a load that stops is begun again without what it stopped at; the budget of time is the other limit."""
+
 # What a header cannot hold and the loader wanted, in the words of torch.
 _NO_DATA = ("meta tensor", "meta device", "on meta", "Meta tensors", "aten::_local_scalar_dense", "device meta")
 
@@ -25,14 +28,16 @@ _NO_DATA = ("meta tensor", "meta device", "on meta", "Meta tensors", "aten::_loc
 def run(job: Job, read: ReadTensor) -> Plan:  # noqa: ARG001  (no operation of transformers 5 reads a tensor small enough to ask for)
     """What the installed transformers does with the checkpoint of `job`."""
     warnings.simplefilter("ignore")
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no data, so nothing to wait for: 45,000 futures cost more than the load
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+        "1"  # no data, so nothing to wait for: 45,000 futures cost more than the load
+    )
     with tempfile.TemporaryDirectory(prefix="ckaudit-config-") as folder:
         os.environ.setdefault("HF_MODULES_CACHE", os.path.join(tempfile.gettempdir(), "ckaudit-modules"))
         try:
             import torch
             import transformers
         except Exception as error:  # noqa: BLE001  (a broken installation is the environment's, however it breaks)
-            return _plan(not_judged=f"torch or transformers cannot be imported ({_line(error)})")
+            return _plan(not_judged=f"torch or transformers cannot be imported ({line(error)})")
         environment = {
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
@@ -54,11 +59,7 @@ def _plan(**fields: Any) -> Plan:
 
 
 def _load(job: Job, folder: Path) -> Plan:
-    from ckaudit.engines.transformers import fates
     from ckaudit.engines.transformers.classes import NotForUs, choose, lay_out
-    from ckaudit.engines.transformers.observe import Record, watch
-    from ckaudit.engines.transformers.shortcuts import shortcuts
-    from ckaudit.engines.transformers.tensors import Fed
 
     if not job.tensors:
         return _plan(not_judged="not one tensor could be read from the checkpoint")
@@ -69,23 +70,40 @@ def _load(job: Job, folder: Path) -> Plan:
         return _plan(not_judged=str(reason))
     except Exception as error:  # noqa: BLE001  (sorted by what it says)
         return _refused(job, error, None)
-    record = Record(Fed(job.tensors))
-    failure: Exception | None = None
-    try:
-        with watch(record), shortcuts(job.options.device):
-            _from_pretrained(chosen.cls, chosen.config, record.fed.state)
-    except NotForUs as reason:
-        return _plan(not_judged=str(reason))
-    except Exception as error:  # noqa: BLE001
-        failure = error
-        if record.stage == "construct":
-            return _refused(job, error, chosen.cls.__name__)
-        if record.stage != "finalize" and _wanted_data(str(error)):
-            return _plan(
-                architecture=chosen.cls.__name__,
-                not_judged=f"the loader reads values, not only shapes ({_line(error)})",
-            )
-    return fates.tell(job, chosen, record, failure)
+    return _tell(job, chosen)
+
+
+def _tell(job: Job, chosen: Any) -> Plan:
+    """Load, and where the loader stops in the middle, set aside what it stopped at and load the rest: one audit tells of every fault."""
+    from ckaudit.engines.transformers import fates
+    from ckaudit.engines.transformers.classes import NotForUs
+    from ckaudit.engines.transformers.observe import Record, watch
+    from ckaudit.engines.transformers.shortcuts import shortcuts
+    from ckaudit.engines.transformers.tensors import Fed
+
+    aside: dict[str, NameFate] = {}
+    stops: list[tuple[Exception, Failure]] = []
+    while True:
+        record = Record(Fed(spec for spec in job.tensors if spec.name not in aside))
+        failure: Exception | None = None
+        try:
+            with watch(record), shortcuts(job.options.device):
+                _from_pretrained(chosen.cls, chosen.config, record.fed.state)
+        except NotForUs as reason:
+            return _plan(not_judged=str(reason))
+        except Exception as error:  # noqa: BLE001  (sorted below)
+            failure = error
+            if record.stage == "construct":
+                return _refused(job, error, chosen.cls.__name__)
+            if record.stage == "convert" and _wanted_data(str(error)):
+                wanted = f"the loader reads values, not only shapes ({line(error)})"
+                return _plan(architecture=chosen.cls.__name__, not_judged=wanted)
+        view = fates.View(record)
+        stop = view.stop(failure)
+        if failure is None or stop is None or not stop.names or len(stops) == _MAX_STOPS:
+            return fates.tell(job, chosen, view, failure, stops, aside)
+        stops.append((failure, stop))
+        aside |= {name: view.fate(name) for name in stop.names}
 
 
 def _from_pretrained(cls: Any, config: Any, state: dict[str, Any]) -> None:
@@ -111,11 +129,11 @@ def _refused(job: Job, error: Exception, architecture: str | None) -> Plan:
     missing = isinstance(error, ImportError | OSError | MemoryError | NotImplementedError)
     if missing or equipment or remote or _wanted_data(str(error)):
         where = "the repo's own code does not run here" if remote else "the environment does not allow this load"
-        return _plan(architecture=architecture, not_judged=f"{where} ({_line(error)})")
+        return _plan(architecture=architecture, not_judged=f"{where} ({line(error)})")
     return _plan(
         architecture=architecture,
-        error=_line(error),
-        failures=(Failure(message=_line(error)),),
+        error=line(error),
+        failures=(Failure(message=line(error)),),
         names=tuple(NameFate(name=spec.name, fate="not_reached", read=0.0) for spec in job.tensors),
     )
 
@@ -124,7 +142,7 @@ def _wanted_data(text: str) -> bool:
     return any(sign in text for sign in _NO_DATA)
 
 
-def _line(error: BaseException) -> str:
-    """`Type: message`, on one line."""
+def line(error: BaseException) -> str:
+    """`Type: message`, on one line of bearable length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
