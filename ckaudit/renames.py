@@ -17,6 +17,9 @@ _AMBIGUOUS = 8
 """A tail that more expected shapes than this share (`weight`) says nothing about where a name belongs."""
 
 
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
 class Rename(msgspec.Struct, frozen=True):
     """One change to paths, in whole segments.
 
@@ -100,7 +103,7 @@ def infer_rename(strays: Iterable[str], expected: Iterable[str]) -> Inferred | N
 
 def _shape(name: str) -> str:
     """`name` with every number that is a segment of its own as `#`."""
-    return ".".join("#" if s.isdecimal() else s for s in name.split("."))
+    return _NUMBER.sub("#", name)
 
 
 def _candidates(shapes: Counter[str], wanted: Collection[str]) -> Iterator[Rename]:

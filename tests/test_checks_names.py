@@ -203,6 +203,23 @@ class TestNotJudged:
         assert ("CK214", "toy==1") in {(s.check, s.engine) for s in checks.run(source, (open_question,))[1]}
 
 
+class TestSeveralEngines:
+    def test_what_all_of_them_lack_is_told_once_and_of_the_files(self) -> None:
+        source = checkpoint(drop(LLAMA, "layers.2.self_attn.q_proj"))
+        finding = only(source, *(plan(source, LLAMA, id=f"toy=={i}") for i in range(3)))
+        assert (finding.check, finding.engine, finding.blame) == ("CK204", None, "checkpoint")
+
+    def test_what_one_of_them_loads_is_told_of_the_others(self) -> None:
+        source = checkpoint(LLAMA)
+        plans = [plan(source, drop(LLAMA, "model.norm"), id=f"toy=={i}") for i in (1, 2)] + [
+            plan(source, LLAMA, id="toy==3")
+        ]
+        assert {(f.check, f.engine, f.blame) for f in findings(source, *plans)} == {
+            ("CK203", "toy==1", "engine"),
+            ("CK203", "toy==2", "engine"),
+        }
+
+
 def test_the_catalogue_has_each_id_once() -> None:
     ids = [c.id for c in checks.CHECKS]
     assert len(set(ids)) == len(ids)
@@ -225,7 +242,7 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(NAMES, st.tuples(FATES, NAMES, st.sampled_from([None, 0.0, 0.5, 1.0])), max_size=12),
     st.dictionaries(NAMES, COVERAGE, max_size=12),

@@ -7,7 +7,10 @@ a parameter, a parameter without a tensor) tell only what nothing more particula
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import structs
 
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import (
@@ -93,7 +96,27 @@ def run(checkpoint: Checkpoint, plans: Sequence[Plan]) -> tuple[tuple[Finding, .
             case.found += explain(case)
         found += case.found
     standing = [f for f in suspected if not _refuted(f, judged)]
-    return (*container_findings, *standing, *found), (*skips, *_skips(facts, plans))
+    return (*container_findings, *standing, *_shared(found, judged)), (*skips, *_skips(facts, plans))
+
+
+def _shared(found: list[Finding], judged: Sequence[Plan]) -> list[Finding]:
+    """`found`, where what every engine says of the same tensors and nobody blames on an engine is told once, of the files."""
+    if len(judged) < 2:
+        return found
+    engines: dict[tuple[object, ...], set[str | None]] = defaultdict(set)
+    for f in found:
+        engines[_cause(f)].add(f.engine)
+    out: dict[tuple[object, ...], Finding] = {}
+    for f in found:
+        shared = f.blame not in ("engine", "environment") and len(engines[_cause(f)]) == len(judged)
+        out.setdefault(
+            _cause(f) if shared else (f.engine, *_cause(f), f.message), structs.replace(f, engine=None) if shared else f
+        )
+    return list(out.values())
+
+
+def _cause(finding: Finding) -> tuple[object, ...]:
+    return finding.check, finding.severity, finding.blame, finding.names
 
 
 _REFUTABLE = frozenset({"CK210", "CK216", "CK305"})

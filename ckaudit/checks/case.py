@@ -10,6 +10,7 @@ from ckaudit.findings import Blame, Check, Finding, Severity
 from ckaudit.header import DTYPE_BITS
 from ckaudit.naming import natural_key, printable
 from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
+from ckaudit.renames import Inferred, infer_rename
 
 
 class Case:
@@ -36,6 +37,7 @@ class Case:
         self.found: list[Finding] = []
         """What the checks so far have found of this engine."""
         self._causes: set[str] = set()
+        self._renames: tuple[dict[str, list[str]], Inferred | None] | None = None
 
     def take(self, names: Iterable[str] = (), parameters: Iterable[str] = (), because: str = "") -> None:
         """Mark tensors and parameters as explained, and with them the loader's errors that are about them.
@@ -43,6 +45,7 @@ class Case:
         `because` is the check (or the beginning of its id) whose finding on the files explains them.
         """
         taken, filled = set(names), set(parameters)
+        self._renames = None
         if because and (taken or filled):
             self._causes.add(because)
         for name in taken:
@@ -52,6 +55,17 @@ class Case:
             self.gaps.pop(name, None)
         self.mismatches = [m for m in self.mismatches if not (taken & set(m.names) or m.parameter in filled)]
         self.failures = [f for f in self.failures if not (taken & set(f.names) or f.parameter in filled)]
+
+    def rename(self) -> tuple[dict[str, list[str]], Inferred | None]:
+        """The strays by the name they were last looked up by (experts that are stacked share one), and the one rename that turns the most
+        of these into parameters that nobody wrote; None when there is none."""
+        if self._renames is None:
+            seen: dict[str, list[str]] = {}
+            for name, fate in self.strays.items():
+                seen.setdefault(fate.into or name, []).append(name)
+            unwritten = [p.name for p in self.plan.parameters if p.coverage == "none"] if seen else []
+            self._renames = seen, infer_rename(seen, unwritten) if unwritten else None
+        return self._renames
 
     @property
     def in_error(self) -> bool:

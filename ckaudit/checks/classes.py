@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckaudit.checks.case import Case, many
-from ckaudit.checks.prefixes import looked_up
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
-from ckaudit.renames import Inferred, infer_rename
+from ckaudit.renames import Inferred
 
 WRONG_CLASS = Check("CK405", "class that does not fit the tensors", "error")
 CHECKS = (WRONG_CLASS,)
@@ -20,9 +19,7 @@ def wrong_class(case: Case) -> Iterator[Finding]:
 
     Told when one rename explains some of the losses and all the rest is whole parts that only one of the two sides has.
     """
-    seen = looked_up(case)
-    unwritten = [p.name for p in case.plan.parameters if p.coverage == "none"]
-    found = infer_rename(seen, unwritten) if seen and unwritten else None
+    seen, found = case.rename()
     if found is None or len(found.pairs) < 3:
         return
     strays = {n for into, names in seen.items() if into not in found.pairs for n in names}

@@ -214,6 +214,9 @@ def mlx_only(case: Case) -> Iterator[Finding]:
         case.failures.clear()
 
 
+_OTHER_ENGINE = "Use an engine that reads this scheme for these modules, or the checkpoint that was quantised."
+
+
 def unquantised_here(case: Case) -> Iterator[Finding]:
     """Strays that belong to a quantised weight: this engine builds those modules unquantised, or knows no such companions."""
     told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}
@@ -238,7 +241,8 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
             SCHEME,
             f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {_listed(rest)}.",
             names=rest, blame="config" if entry else None if case.loads_elsewhere(rest) else "engine",
-            mend="Take the entry out of the ignore list." if entry else "", wanted="modules built for this scheme", found="modules without",
+            mend="Take the entry out of the ignore list." if entry else _OTHER_ENGINE,
+            wanted="modules built for this scheme", found="modules without",
         )  # fmt: skip
         case.take([*rest, *cast], gaps)
 

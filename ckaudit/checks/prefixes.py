@@ -10,7 +10,7 @@ from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import ADAPTER, Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
-from ckaudit.renames import Inferred, Rename, infer_rename
+from ckaudit.renames import Inferred, Rename
 
 WRONG = Check("CK209", "wrong prefix or segment in the names", "error")
 REPEATED = Check("CK213", "repeated path segment", "warning")
@@ -31,20 +31,10 @@ at the root. Used only where no engine can be asked."""
 _WRAPPED = re.compile(r"(^|\.)(" + "|".join(WRAPPERS) + r")\.")
 
 
-def looked_up(case: Case) -> dict[str, list[str]]:
-    """The strays by the name that they were last looked up by, which several tensors may share (experts that are stacked)."""
-    seen: dict[str, list[str]] = defaultdict(list)
-    for name, fate in case.strays.items():
-        seen[fate.into or name].append(name)
-    return dict(seen)
-
-
 def wrong_prefix(case: Case) -> Iterator[Finding]:
     """Strays that one change of the path turns into the parameters that nobody wrote: one finding for each such change."""
     for _ in range(4):
-        seen = looked_up(case)
-        unwritten = [p.name for p in case.plan.parameters if p.coverage == "none"]
-        found = infer_rename(seen, unwritten) if unwritten and seen else None
+        seen, found = case.rename()
         if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
             return
         if len(found.pairs) < 3 and found.rename.kind != "root" and not _alike(case, found, seen):
