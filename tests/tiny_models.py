@@ -44,8 +44,6 @@ def _mini(t: Any) -> Any:
         text_config=text,
         vision_config=vision,
         insert_layer_id=1,
-        image_token_id=300,
-        video_token_id=301,
         tie_word_embeddings=True,
     )
     return t.MiniCPMV4_6ForConditionalGeneration(config)

@@ -1,0 +1,426 @@
+"""Loads for real: every architecture, every planted fault, and every way for a load to end early."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from ckaudit.checkpoint import Checkpoint, read_checkpoint  # noqa: E402
+from ckaudit.checks import behaviour, values  # noqa: E402
+from ckaudit.errors import CkauditError, UsageError  # noqa: E402
+from ckaudit.materialize import LoadOptions, LoadResult, child, host, load  # noqa: E402
+from ckaudit.materialize import loading as loading_module  # noqa: E402
+from ckaudit.materialize.estimate import estimate, require  # noqa: E402
+from ckaudit.materialize.job import Event  # noqa: E402
+from ckaudit.materialize.layout import Stored  # noqa: E402
+from ckaudit.materialize.stream import DeviceStream  # noqa: E402
+from ckaudit.source import open_source  # noqa: E402
+from tests import tiny_models  # noqa: E402
+
+KINDS = {
+    "gpt2": ["text"], "qwen3_moe": ["text"], "mixtral": ["text"], "deepseek_v3": ["text"], "mamba": ["text"], "bert": ["text"],
+    "t5": ["text"], "bart": ["text"], "vit": ["image"], "clip": ["image"], "whisper": ["audio"], "wav2vec2": ["audio"],
+    "llava": ["text", "image"], "qwen2_vl": ["text", "image", "video"], "gemma3": ["text", "image"], "qwen2_audio": ["text", "audio"],
+    "minicpm": ["text", "image", "video"], "llama": ["text"],
+}  # fmt: skip
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    return read_checkpoint(open_source(str(folder)))
+
+
+def run(folder: Path, **options: Any) -> LoadResult:
+    """A load in this process: what the child does, without the seconds that it takes to start one."""
+    job = host._job(checkpoint(folder), folder, LoadOptions(**options), (), None)
+    told: dict[str, Any] = {"load": None, "forward": None, "observed": None}
+    last: list[Event] = []
+
+    def hear(event: Event) -> None:
+        for key in told:
+            told[key] = getattr(event, key) or told[key]
+        last.append(event)
+
+    child.run(job, hear)
+    end = last[-1]
+    assert end.done
+    told["load"] |= {"error": end.error, "blame": end.blame}
+    findings, skips = behaviour.run(told["load"], told["forward"])
+    if told["observed"] is not None:
+        more, unread = values.run(told["observed"])
+        findings, skips = (*more, *findings), (*unread, *skips)
+    return LoadResult(**told, findings=findings, skips=skips, error=end.error, environment=end.blame == "environment")
+
+
+def spoil(folder: Path, change: Any) -> None:
+    """Rewrite the one shard of a checkpoint."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def checks(result: LoadResult) -> dict[str, tuple[str, ...]]:
+    return {f.check: f.names for f in result.findings}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def copied(source: Path, folder: Path) -> Path:
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_architecture_loads_as_in_the_stock_loader_and_runs(kind: str, tmp_path: Path) -> None:
+    tiny_models.save(kind, tmp_path)
+    result = run(tmp_path)
+    assert result.error is None
+    assert result.load["status"] == "complete"
+    assert (result.load["missing"], result.load["unexpected"], result.load["mismatched"]) == ([], [], [])
+    assert result.load["bytes"] == sum(t.nbytes or 0 for t in checkpoint(tmp_path).tensors.values())
+    assert result.forward is not None
+    runs = {r["kind"]: r for r in result.forward["runs"]}
+    assert {k: (r["status"], r["finite"]) for k, r in runs.items()} == dict.fromkeys(KINDS[kind], ("ran", True))
+    assert all(r["inputs"].get("input_ids", [1, 64])[1] >= 64 for r in runs.values())
+    assert result.findings == ()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "deepseek_v3", "minicpm"])
+@pytest.mark.parametrize("ahead", [1 << 62, 4096])
+def test_the_stream_gives_the_loader_what_its_own_reader_gives(
+    kind: str, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, on the CPU: the same threads, layouts and joins, and copies that are not asynchronous."""
+    tiny_models.save(kind, tmp_path, shard="20KB")
+    from ckaudit.materialize.classes import pick
+    from ckaudit.materialize.handover import handed_over, join_patterns, settle
+    from ckaudit.materialize.hostmap import MappedFiles
+    from ckaudit.materialize.layout import plan
+
+    job = host._job(checkpoint(tmp_path), tmp_path, LoadOptions(), (), None)
+    cls, config = pick(job.folder, job.options)
+    joins = join_patterns([c.model_type for c in loading_module.sub_configs(config)])
+    layout = plan(job.tensors, loading_module_key(), joins, 1000)
+    files = MappedFiles(job.files)
+    with DeviceStream(layout, job.files, torch.device("cpu"), readers=3, ahead=ahead) as stream:
+        with handed_over(layout, job.files, job.tensors, stream, files.read):
+            model, info = cls.from_pretrained(
+                job.folder, config=config, output_loading_info=True, device_map={"": "cpu"}
+            )
+            settle(model)
+        stream.join()
+    stock = cls.from_pretrained(job.folder)
+    ours, theirs = model.state_dict(), stock.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert [k for k in theirs if not torch.equal(ours[k], theirs[k])] == []
+    assert all(p.is_contiguous() for p in model.parameters())
+    assert not info["missing_keys"]
+    if kind in ("qwen3_moe", "mixtral", "deepseek_v3"):
+        # Fused without a copy: the parameter fills the allocation that its experts were read into.
+        fused = next(p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj"))
+        assert fused.untyped_storage().nbytes() == fused.nbytes
+        assert len(layout.arenas) < len(layout.tensors)
+
+
+def loading_module_key() -> Any:
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key
+
+
+# --- faults in values
+
+
+def test_values_that_are_not_finite_are_found_though_they_are_one_in_ten_thousand(llama: Path, tmp_path: Path) -> None:
+    def plant(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] = math.nan
+
+    spoil(copied(llama, tmp_path), plant)
+    result = run(tmp_path)
+    assert checks(result)["CK501"] == ("model.layers.1.self_attn.q_proj.weight",)
+    assert checks(result)["CK603"] == ("model.layers.1.self_attn.q_proj",)
+
+
+def test_a_matrix_of_zeros_and_a_constant_one(llama: Path, tmp_path: Path) -> None:
+    def plant(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"].zero_()
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(0.5)
+
+    spoil(copied(llama, tmp_path), plant)
+    assert checks(run(tmp_path, forward=False)) == {
+        "CK502": ("model.layers.0.mlp.up_proj.weight",),
+        "CK503": ("model.layers.1.mlp.up_proj.weight",),
+    }
+
+
+def test_a_layer_stored_twice_is_found_by_its_bytes(llama: Path, tmp_path: Path) -> None:
+    def plant(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].clone()
+
+    spoil(copied(llama, tmp_path), plant)
+    pair = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    assert checks(run(tmp_path, forward=False)) == {"CK507": pair}
+
+
+def test_a_parameter_without_a_tensor_keeps_its_initialisation(llama: Path, tmp_path: Path) -> None:
+    spoil(copied(llama, tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert checks(run(tmp_path, forward=False)) == {"CK505": ("model.layers.1.mlp.up_proj.weight",)}
+
+
+def test_a_tie_that_the_checkpoint_contradicts(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((copied(llama, tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    assert checks(run(tmp_path, forward=False)) == {"CK508": pair}
+    spoil(tmp_path, lambda t: t.__setitem__("lm_head.weight", t["model.embed_tokens.weight"].clone()))
+    assert checks(run(tmp_path, forward=False)) == {}  # both stored, and equal: a tie that holds
+
+
+def test_an_untrained_model_says_so(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=300
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = checks(run(tmp_path, forward=False))
+    assert set(found) == {"CK506"}
+    assert "model.layers.0.mlp.up_proj.weight" in found["CK506"]
+    spoil(tmp_path, lambda t: [v.mul_(1.05) for v in t.values() if v.dim() == 2])
+    assert checks(run(tmp_path, forward=False)) == {}  # the same shape of distribution, another deviation
+
+
+# --- behaviour
+
+
+def test_a_fingerprint_is_the_same_again_and_another_with_another_weight(llama: Path, tmp_path: Path) -> None:
+    first = run(llama)
+    assert first.forward is not None
+    expected = behaviour.fingerprints({"forward": first.forward})
+    again = run(llama)
+    assert again.forward is not None
+    assert behaviour.compare(again.forward["runs"], expected, 1e-6)["matched"]
+    spoil(copied(llama, tmp_path), lambda t: t["lm_head.weight"].mul_(1.5))
+    other = run(tmp_path)
+    assert other.forward is not None
+    assert not behaviour.compare(other.forward["runs"], expected, 0.05)["matched"]
+
+
+def test_pictures_that_a_config_has_no_placeholder_for_are_looked_at_all_the_same(tmp_path: Path) -> None:
+    """As MiniCPM-V 4.6's config stands in transformers: no ids for image and video. One stands in, and the vision tower runs."""
+    tiny_models.save("minicpm", tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["image_token_id"] is None
+    result = run(tmp_path, modalities=("video",))
+    assert result.forward is not None
+    (one,) = result.forward["runs"]
+    assert (one["kind"], one["status"], one["finite"]) == ("video", "ran", True)
+    assert any(name.startswith("video_outputs") for name in one["outputs"])
+
+
+def test_nan_in_the_vision_tower_is_found_by_the_pictures(tmp_path: Path) -> None:
+    tiny_models.save("minicpm", tmp_path)
+    name = "model.vision_tower.encoder.layers.0.self_attn.k_proj.weight"
+    spoil(tmp_path, lambda t: t[name].fill_(math.nan))
+    result = run(tmp_path)
+    assert checks(result)["CK501"] == (name,)
+    assert result.forward is not None
+    assert {r["kind"]: r["finite"] for r in result.forward["runs"]} == {"text": True, "image": False, "video": False}
+
+
+def test_a_kind_that_the_model_does_not_take_is_not_passed(llama: Path) -> None:
+    result = run(llama, modalities=("image",))
+    assert result.forward is not None
+    assert [r["status"] for r in result.forward["runs"]] == ["not_run"]
+    assert {s.check for s in result.skips} >= {"CK602", "CK603"}
+
+
+# --- early ends
+
+
+def test_a_shape_that_does_not_fit_is_the_checkpoints_fault(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    spoil(copied(llama, tmp_path), lambda t: t.__setitem__(name, t[name][:10].clone()))
+    result = run(tmp_path)
+    assert (result.load["status"], result.environment) == ("failed", False)
+    assert list(checks(result)) == ["CK601"]
+
+
+def test_a_trial_of_some_shards_is_told_as_one(tmp_path: Path) -> None:
+    tiny_models.save("llama", tmp_path, shard="20KB")
+    result = run(tmp_path, shards=1, forward=False)
+    assert (result.load["status"], result.load["shards"]) == ("partial", 1)
+    assert result.load["missing"]
+    assert "CK505" not in checks(result)  # what lies in the other shards was not asked for
+
+
+def test_a_device_that_is_not_there(llama: Path) -> None:
+    for device in ("cuda", "no-such-device"):
+        result = run(llama, device=device)
+        assert result.environment
+        assert "device" in (result.error or "").lower()
+
+
+def test_a_config_that_the_release_does_not_know(llama: Path, tmp_path: Path) -> None:
+    (copied(llama, tmp_path) / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    result = run(tmp_path)
+    assert result.environment
+    assert "cannot read the config" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "environment", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True, "Out of memory in stage 'load'"),
+        (MemoryError("no room"), True, "Out of memory"),
+        (RuntimeError("CUDA error: unspecified launch failure"), True, "The device was lost"),
+        (ImportError("This model needs gptqmodel"), True, "gptqmodel"),
+        (KeyboardInterrupt(), True, "Interrupted in stage 'load'"),
+        (ValueError("the loader says no"), False, "the loader says no"),
+    ],
+)
+def test_whose_matter_an_error_is(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, environment: bool, words: str
+) -> None:
+    def fails(*_args: Any) -> Any:
+        _args[-1].current = "load"
+        raise error
+
+    monkeypatch.setattr(loading_module, "load", fails)
+    result = run(llama)
+    assert words in (result.error or "")
+    assert result.environment is environment
+    assert result.load["estimate"]["read"] > 0  # what was known by then
+
+
+def test_memory_is_estimated_before_anything_is_loaded() -> None:
+    tensors = [Stored("a", 0, "F32", (1000, 1000), 0, 4_000_000), Stored("b", 0, "I64", (10,), 4_000_000, 4_000_080)]
+    as_stored = estimate(tensors, None, None, device="cuda")
+    assert (as_stored.steady, as_stored.read, as_stored.casts) == (4_000_080, 4_000_080, False)
+    halved = estimate(tensors, "BF16", None, device="cuda")
+    assert (halved.steady, halved.casts) == (2_000_080, True)
+    assert halved.peak - halved.steady >= 4_000_000  # both forms of the largest tensor
+    fp8 = [Stored("w", 0, "F8_E4M3", (1000, 1000), 0, 1_000_000)]
+    assert (
+        estimate(fp8, "BF16", {"quant_method": "fp8"}, device="cpu").steady == 2_000_000
+    )  # no CPU kernels: dequantised
+    assert estimate(fp8, "BF16", {"quant_method": "fp8"}, device="cuda").steady == 1_000_000
+    with pytest.raises(CkauditError, match=r"needs about .* 5\.0 MB are free"):
+        require(as_stored, 5_000_000, "cuda:0")
+
+
+def test_a_model_that_does_not_fit_is_a_clear_error(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading_module, "_free_memory", lambda: 1000)
+    result = run(llama)
+    assert result.environment
+    assert "needs about" in (result.error or "")
+
+
+# --- the child process itself
+
+
+def test_a_load_in_a_child_process(llama: Path, tmp_path: Path) -> None:
+    report = tmp_path / "expected.json"
+    here = run(llama)
+    assert here.forward is not None
+    report.write_text(json.dumps({"forward": here.forward}))
+    result = load(checkpoint(llama), llama, LoadOptions(expect=str(report)))
+    assert result.error is None
+    assert result.load["status"] == "complete"
+    assert result.forward is not None
+    assert result.forward["expect"]["matched"]
+    assert result.observed is not None
+    assert len(result.observed.stats) == result.load["tensors"]
+    json.dumps([result.load, result.forward])  # sections are plain
+
+
+def test_a_file_that_is_cut_under_the_load(llama: Path, tmp_path: Path) -> None:
+    seen = checkpoint(copied(llama, tmp_path))
+    path = tmp_path / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 2000)
+    result = load(seen, tmp_path, LoadOptions())
+    assert result.environment
+    assert "inside a tensor" in (result.error or "")
+    assert result.load["status"] == "failed"
+    assert result.load["class"] == "LlamaForCausalLM"  # the partial report
+
+
+TALKER = """
+import os, signal, sys, time
+sys.stdin.readline()
+print('{"stage":"load","load":{"status":"failed","class":"X","stages":{}}}', flush=True)
+print('last words', file=sys.stderr)
+%s
+"""
+
+
+def talker(act: str) -> tuple[str, ...]:
+    """A child that says one thing and then does this."""
+    return (sys.executable, "-c", TALKER % act)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (out of memory?)"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS (a file was cut"),
+        ("os._exit(7)", "ended with status 7"),
+        ("print('{\"stage\": ', end='', flush=True); os._exit(0)", "ended with status 0"),
+    ],
+)
+def test_a_child_that_dies_is_one_clear_line(llama: Path, act: str, words: str) -> None:
+    result = load(checkpoint(llama), llama, LoadOptions(), argv=talker(act))
+    assert result.environment
+    assert words in (result.error or "")
+    assert "last words" in (result.error or "")
+    assert "\n" not in (result.error or "")
+    assert (result.load["status"], result.load["class"]) == ("failed", "X")
+
+
+def test_ctrl_c_gives_what_is_known_and_leaves_no_child(llama: Path) -> None:
+    started: list[int] = []
+
+    class Listening:
+        def note(self, text: str) -> None:
+            if text == "load: load":
+                started.append(1)
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        def task(self, label: str, total: int | None = None) -> Any:
+            from ckaudit.progress import NullProgress
+
+            return NullProgress().task(label, total)
+
+    begin = time.monotonic()
+    result = load(checkpoint(llama), llama, LoadOptions(), progress=Listening(), argv=talker("time.sleep(60)"))
+    assert time.monotonic() - begin < 30
+    assert started
+    assert result.load["status"] == "interrupted"
+    assert "interrupted in stage 'load'" in (result.error or "")
+
+
+@pytest.mark.parametrize("text", [None, "not json", "{}", '{"forward": null}'])
+def test_an_expected_fingerprint_that_is_none(llama: Path, tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "e.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError):
+        load(checkpoint(llama), llama, LoadOptions(expect=str(path)))
