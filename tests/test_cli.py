@@ -86,7 +86,6 @@ class TestUsage:
             ["names", "fixtures/llama-good", "--json", "/no/such/folder/x.json"],
             ["names", "fixtures/llama-good", "--json", "/"],
             ["names", "fixtures/llama-good", "--engine", "rules:/no/such/book.toml"],
-            ["names", "fixtures/llama-good", "--names"],
             ["names", "fixtures/llama-good", "--quiet", "--verbose"],
             ["names", "fixtures/llama-good", "--tp", "two"],
             ["names", "fixtures/llama-good", "--hf-overrides", "[1]"],

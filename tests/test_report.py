@@ -153,6 +153,12 @@ class TestTerminal:
         assert re.search(r"0 +stacked +\.z +y +attn", out)
         assert re.search(r"torch +2\.13\.0", out)
 
+    def test_every_name_with_its_fate(self) -> None:
+        out = terminal.render(report(), names=True)
+        assert "  unmatched    q_proj.weight → qkqkv_proj.weight (v)\n" in out
+        assert "  loaded       norm.weight\n" in out  # it went where it is called
+        assert "  ignored      norm.weight  computed\n" in out
+
     def test_skips_with_one_reason_share_a_line(self) -> None:
         checks = ("CK301", "CK302", "CK303", "CK306", "CK307", "rules")
         skips = tuple(Skip(check=c, engine="transformers", reason="no shapes") for c in checks)
@@ -207,7 +213,7 @@ class TestTerminal:
 
     @pytest.mark.parametrize("verbose", [False, True])
     def test_hostile_text_cannot_touch_the_terminal(self, verbose: bool) -> None:
-        out = terminal.render(hostile(), width=4000, verbose=verbose)
+        out = terminal.render(hostile(), width=4000, verbose=verbose, names=verbose)
         assert not TEXT_THAT_MUST_NOT_PASS.search(out)
         assert r"a\x1b[31m\n\u202e[red]b[/red]\\x" in out  # markup is printed, not obeyed
 

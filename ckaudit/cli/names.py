@@ -40,7 +40,9 @@ def names(
             metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
         ),
     ] = None,
-    names_: Annotated[bool, typer.Option("--names", help="Put every tensor's fate and rules into the JSON.")] = False,
+    names_: Annotated[
+        bool, typer.Option("--names", help="Tell every tensor's fate, and in the JSON its rules.")
+    ] = False,
     fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
     allow_not_judged: Annotated[
         bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
@@ -84,8 +86,6 @@ def names(
     from ckaudit.report import json_v1, terminal
     from ckaudit.suppressions import read
 
-    if names_ and json is None:
-        raise UsageError("--names is about the JSON report.", "Add --json FILE.")
     if quiet and verbose:
         raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
     file = None if json in (None, "-") else console.writable(Path(str(json)))
@@ -121,7 +121,13 @@ def names(
     if json == "-":
         console.emit(json_v1.render(report, names=names_))
     else:
-        console.emit(
-            terminal.render(report, width=console.width(), colour=console.colour(), quiet=quiet, verbose=verbose)
+        view = terminal.render(
+            report,
+            width=console.width(),
+            colour=console.colour(),
+            quiet=quiet,
+            verbose=verbose,
+            names=names_ and json is None,
         )
+        console.emit(view)
     raise typer.Exit(report.exit_code)

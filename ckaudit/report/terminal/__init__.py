@@ -13,7 +13,7 @@ from rich.text import Text
 from ckaudit.findings import Report
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
-from ckaudit.report.terminal.verdicts import details, verdicts
+from ckaudit.report.terminal.verdicts import details, every_name, verdicts
 
 _EXITS = {
     0: "nothing at or above",
@@ -23,16 +23,23 @@ _EXITS = {
 
 
 def render(
-    report: Report, *, width: int = 100, colour: bool = False, quiet: bool = False, verbose: bool = False
+    report: Report,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    names: bool = False,
 ) -> str:
     """The report as text of at most `width` columns, with ANSI colours if `colour`.
 
-    `quiet` keeps the verdicts and the summary; `verbose` adds every name, what is lost by design, rule tables and environments.
+    `quiet` keeps the verdicts and the summary; `verbose` adds every name, what is lost by design, rule tables and environments;
+    `names` every tensor with its fate.
     """
-    return text(_report(report, width, quiet=quiet, verbose=verbose), width=width, colour=colour)
+    return text(_report(report, width, quiet=quiet, verbose=verbose, names=names), width=width, colour=colour)
 
 
-def _report(report: Report, width: int, *, quiet: bool, verbose: bool) -> Iterator[RenderableType]:
+def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bool) -> Iterator[RenderableType]:
     if not quiet:
         yield from _header(report)
         yield ""
@@ -43,6 +50,9 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool) -> Iterat
         if verbose:
             for plan in report.plans:
                 yield from details(plan)
+    if names:
+        for plan in report.plans:
+            yield from every_name(plan)
     yield ""
     yield _summary(report)
 

@@ -41,7 +41,7 @@ def text(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:
         legacy_windows=False,
     )
     for part in parts:
-        console.print(part)
+        console.print(part, crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 

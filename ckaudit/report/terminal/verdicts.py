@@ -157,3 +157,16 @@ def details(plan: Plan) -> Iterator[RenderableType]:
         if value:
             table.add_row(label(safe(key)), Text(safe(str(value)), overflow="fold"))
     yield Padding(table, (0, 0, 0, 2))
+
+
+def every_name(plan: Plan) -> Iterator[RenderableType]:
+    """Each tensor on a line of its own, which is never wrapped: its fate, its name, and where it went."""
+    yield ""
+    yield Text(safe(plan.id), style="bold underline")
+    lines = []
+    for n in plan.names:
+        into = "" if n.into is None or n.into == n.name else f" → {safe(n.into)}"
+        part = f" ({safe(n.shard)})" if n.shard is not None else ""
+        why = f"  {prose(n.by_design).plain}" if n.by_design is not None else ""
+        lines.append(f"  {n.fate.replace('_', ' '):<11}  {safe(n.name)}{into}{part}{why}")
+    yield Text("\n".join(lines), no_wrap=True, overflow="ignore")
