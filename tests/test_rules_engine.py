@@ -22,6 +22,7 @@ MINICPM = HERE.parent / "fixtures/minicpm-v-4.6"
 CONFIG = json.loads((MINICPM / "config.json").read_text())
 TENSORS = json.loads((MINICPM / "tensors.json").read_text())
 FATES = json.loads((HERE / "data/minicpm_fates.json").read_text())
+CAUSAL = json.loads((HERE / "data/causal_fates.json").read_text())
 WINDOW = "model.vision_tower.vit_merger.self_attn"
 
 
@@ -105,16 +106,27 @@ def test_rules_say_where_they_stand():
     assert rule.hits == 6  # q and k after their own rule, v by itself; weight and bias
 
 
-@pytest.mark.parametrize("release", ["0.24.0", "0.25.1", "0.27.1", "0.29.0", "0.33.0"])
-def test_each_odd_name_ends_where_the_release_left_it(release):
+def agrees(spec: str, release: str, fates: dict, config: dict) -> None:
+    """Every name ends where the release left it."""
     # A head is judged alone, as it was recorded: beside its embedding it would not raise
-    heads = [name for name in FATES if "lm_head" in name]
-    for group in ([name for name in FATES if name not in heads], *([name] for name in heads)):
-        found = plan(f"rules:vllm=={release}", tensors={name: ("BF16", FATES[name]["shape"]) for name in group})
+    heads = [name for name in fates if "lm_head" in name]
+    for group in ([name for name in fates if name not in heads], *([name] for name in heads)):
+        found = plan(spec, tensors={name: ("BF16", fates[name]["shape"]) for name in group}, config=config)
         raising = {name for failure in found.failures for name in failure.names}
         for fate in found.names:
             got = "raises" if fate.name in raising else fate.into if fate.fate == "loaded" else "ignored"
-            assert got == FATES[fate.name][release], fate.name
+            assert got == fates[fate.name][release], fate.name
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.25.1", "0.27.1", "0.29.0", "0.33.0"])
+def test_each_odd_name_ends_where_the_release_left_it(release):
+    agrees(f"rules:vllm=={release}", release, FATES, CONFIG)
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.25.1", "0.29.0", "0.33.0"])
+@pytest.mark.parametrize("case", sorted(CAUSAL))
+def test_each_odd_name_of_a_causal_model_ends_where_the_release_left_it(case, release):
+    agrees(f"rules:vllm=={release}", release, CAUSAL[case]["names"], CAUSAL[case]["config"])
 
 
 # ----- what else can happen -----
