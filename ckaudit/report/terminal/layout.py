@@ -41,7 +41,8 @@ def text(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:
         legacy_windows=False,
     )
     for part in parts:
-        console.print(part, crop=False)
+        asis = isinstance(part, Text) and bool(part.no_wrap)  # print() forgets what a Text says of its own wrapping
+        console.print(part, crop=False, no_wrap=asis, overflow="ignore" if asis else None)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 
