@@ -767,3 +767,26 @@ def test_offline_without_the_repo_says_so() -> None:
     for revision in ("dev", "../refs/main", "/etc/passwd", "1" * 6):
         with pytest.raises(SourceError, match=r"org/name@.* is not in the local cache"):
             open_source(f"org/name@{revision}", offline=True)
+
+
+# --- whole files for a load ---------------------------------------------------------------------------------------
+
+
+def test_files_are_downloaded_at_the_commit_into_the_cache_and_from_then_on_read_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HubServer({"org/name": {"config.json": b"{}", "a[1].safetensors": HEAD, "b.safetensors": HEAD}}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        folder = no_wait().folder(["config.json", "a[1].safetensors"])
+        assert (folder / "a[1].safetensors").read_bytes() == HEAD
+        assert not (folder / "b.safetensors").exists()
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer({"org/name": {"config.json": b"{}", "a.safetensors": HEAD}}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        source = no_wait()
+        server.fail("*/a.safetensors", gated())
+        with pytest.raises(SourceError, match="cannot be downloaded") as caught:
+            source.folder(["a.safetensors"])
+    assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -45,6 +46,10 @@ class Source(Protocol):
 
     def read(self, path: str) -> bytes:
         """A whole (small) file. Raises SourceError; a file that is not there is a KeyError."""
+        ...
+
+    def folder(self, paths: Iterable[str]) -> Path:
+        """A local folder that holds these files whole, fetched first where the target is not local. Raises SourceError."""
         ...
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:

@@ -145,6 +145,27 @@ class HubSource:
         """The bytes of each span, `jobs` at once, in the order they arrive; the first SourceError ends all of them."""
         return side_by_side(self._read, spans, self._jobs)
 
+    def folder(self, paths: Iterable[str]) -> Path:
+        """A folder of the local cache that holds these files whole, fetched by the client itself (resumed, hf-xet, with its own progress).
+
+        Raises SourceError.
+        """
+        try:
+            found = huggingface_hub.snapshot_download(
+                self._repo,
+                revision=self.revision,
+                allow_patterns=[re.sub(r"([*?\[])", r"[\1]", path) for path in paths],  # paths, not globs
+                cache_dir=constants.HF_HUB_CACHE,
+                endpoint=self._endpoint,
+                max_workers=min(self._jobs, 8),
+            )
+        except (HfHubHTTPError, _CLIENT_ERROR, OSError, ValueError) as error:
+            reason = " ".join(printable(str(error) or type(error).__name__).split())[:300]
+            raise SourceError(
+                f"The files of {self.name} cannot be downloaded: {reason}", "Run again: it goes on where it stopped."
+            ) from error
+        return Path(found)
+
     def _list(self, revision: str | None) -> _Listing:
         url = f"{self._endpoint}/api/models/{self.name}"
         url += f"/revision/{quote(revision, safe='')}" if revision else ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckaudit.errors import SourceError
+from ckaudit.naming import printable
 from ckaudit.source import MAX_WHOLE, FileInfo, Span, Unreadable
 
 MAX_ENTRIES = 100_000
@@ -56,6 +57,15 @@ class LocalSource:
                     self._broken[path] = "not in the local cache of the Hub"
             self._files = dict(sorted(found.items()))
         return self._files
+
+    def folder(self, paths: Iterable[str]) -> Path:
+        """The folder itself, once each of these files is known to be readable there. Raises SourceError."""
+        known = self.files()
+        for path in paths:
+            if path not in known or path in self._broken:
+                reason = self._broken.get(path, "it is not there")
+                raise SourceError(f"{printable(path)} of {self.name} cannot be read: {reason}.")
+        return self._root
 
     def read(self, path: str) -> bytes:
         """A whole (small) file. Raises KeyError when it is not there, SourceError when it cannot be read."""
