@@ -291,6 +291,53 @@ def test_an_unknown_quantisation_is_told_and_the_load_goes_on(copy):
     assert plan.verdict == "loads"
 
 
+@pytest.fixture
+def fp8(tmp_path):
+    """A folder with a tiny llama, its projections in fp8 with a scale for each block of 32 by 32."""
+    build("llama", tmp_path)
+    state: dict[str, Any] = {}
+    for name, tensor in load(tmp_path).items():
+        state[name] = tensor
+        if name.endswith("proj.weight"):
+            state[name] = tensor.to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = torch.ones(-(-tensor.shape[0] // 32), -(-tensor.shape[1] // 32))
+    save(state, tmp_path)
+    edit(
+        tmp_path,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+    )
+    return tmp_path, state
+
+
+def test_fp8_is_dequantised_without_a_gpu_and_kept_with_one(fp8):
+    folder, state = fp8
+    name = "model.layers.0.mlp.down_proj.weight"
+    plan = audit(folder)
+    assert (plan.verdict, plan.mismatches, len(notes(plan, "dequantized"))) == ("loads", (), 1)
+    assert fate(plan, f"{name}_scale_inv").into == name  # folded into the weight
+    plan = audit(folder, device="cuda")
+    assert (plan.verdict, notes(plan, "dequantized"), plan.environment["platform"]) == (
+        "loads",
+        [],
+        "cuda sm90 (pretended)",
+    )
+    assert fate(plan, f"{name}_scale_inv").into == f"{name}_scale_inv"  # a parameter of its own
+    assert len(state) == len(plan.names)
+
+
+def test_an_fp8_weight_without_its_scale_is_cast_in_silence_and_told(fp8):
+    from transformers import LlamaForCausalLM
+
+    folder, state = fp8
+    name = "model.layers.0.mlp.down_proj.weight"
+    save({n: t for n, t in state.items() if n != f"{name}_scale_inv"}, folder)
+    model, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]  # the real loader has no word for it
+    assert torch.equal(model.get_parameter(name), state[name].to(model.dtype))
+    (mismatch,) = audit(folder).mismatches
+    assert (mismatch.kind, mismatch.names, mismatch.found) == ("dtype", (name,), "F8_E4M3")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

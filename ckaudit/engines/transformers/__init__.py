@@ -15,12 +15,14 @@ What a plan of this engine says, beyond `ckaudit.plan`:
   `config-newer` (config.json comes from a newer transformers than the installed one) ·
   `config-class` (the class that is built reads config.json as another kind of config than its model_type says) ·
   `unknown-quantization` (a quant_method that transformers does not know: it warns and loads unquantised) ·
+  `dequantized` (the quantised weights are loaded in full precision; `--device cuda` may differ) ·
   `tied-both-stored` (names: both tensors of a pair that the config ties) ·
   `doubled-prefix` (names accepted although their prefix is there twice, `model.model.X`) ·
   `expert-gap` (names: one stack whose numbers do not run from 0 without a gap, accepted since only their order counts) ·
   `dtype-cast` (names: stored in one float or integer type, loaded as another) ·
   `shape-unchecked` (names: of another shape than their parameter, accepted since a quantisation method is at work).
-- `Mismatch(kind="dtype")`: a cast between kinds (integer or 8-bit float bytes into a float parameter as they are).
+- `Mismatch(kind="dtype")`: a cast between kinds (integer or 8-bit float bytes into a float parameter as they are; an fp8
+  weight whose scale is not stored is cast like that without a word).
 - `Unjudged.topic`: `shapes` (index-only), `dtypes` (torch has no such dtype), `tied` (both of a pair stored: equality is in the data).
 - A config that transformers' own classes refuse is a `Failure` and fails, with every name `not_reached`: `from_pretrained` would raise the
   same anywhere. A missing package, file or accelerator, an unknown architecture, remote code without `--trust-remote-code`, and remote

@@ -91,6 +91,9 @@ def _config_notes(job: Job, chosen: Any, view: View) -> list[Note]:
     if method is not None and view.record.quantizer is None:
         text = f"transformers does not know quant_method {method!r}: it warns and loads as if nothing were quantised"
         out.append(Note(kind="unknown-quantization", text=text))
+    if getattr(getattr(view.record.quantizer, "quantization_config", None), "dequantize", False):
+        text = f"{method} weights are turned back into full precision: transformers does not compute with them as they are here"
+        out.append(Note(kind="dequantized", text=text))
     return out
 
 
@@ -165,10 +168,13 @@ def _kind(dtype: str) -> str:
 
 
 def _plain(view: View) -> list[tuple[str, str, str, str]]:
-    """(checkpoint name, parameter, stored dtype, loaded dtype) of every tensor that went in as it is, but for the dtype."""
+    """(checkpoint name, parameter, stored dtype, loaded dtype) of every tensor that went in alone, with another dtype.
+
+    A conversion of a quantisation method that has but one tensor to work on (its scale is not stored) does what a plain cast does.
+    """
     out = []
     for group in view.record.groups:
-        if group.converter or group.by_value or len(group.outputs) != 1:
+        if len(group.outputs) != 1 or (group.converter and len(group.sources) != 1):
             continue
         target, (names, _) = next(iter(group.outputs.items()))
         stored = view.record.fed.specs[names[0]].dtype if len(names) == 1 else None
