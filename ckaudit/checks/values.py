@@ -226,8 +226,8 @@ def _far(seen: Observed) -> list[Finding]:
         return []
     worst, usual = max(far, key=lambda pair: abs(math.log(pair[0].std / pair[1])))
     ratio = max(worst.std / usual, usual / worst.std)
-    way = "more" if worst.std > usual else "less"
-    message = f"{_tensors([t for t, _ in far])}: the deviation {worst.std:.3g} is {ratio:.0f} times {way} than the median of the siblings."
+    way = "larger" if worst.std > usual else "smaller"
+    message = f"{_tensors([t for t, _ in far])}: the deviation {worst.std:.3g} is {ratio:.0f} times {way} than the median of its siblings."
     mend = "Compare with the source of the checkpoint: a scale that was lost or applied twice, or a layer of another model."
     return [
         _finding(
