@@ -74,9 +74,8 @@ def layers_lost(case: Case) -> Iterator[Finding]:
                 mend=f"{_SOURCE}, or set {key} to {len(kept)} if it was cut on purpose." if key else f"{_SOURCE}.",
                 wanted=f"layers {numbers(range(size))}", found=f"layers {numbers(kept)}",
             )  # fmt: skip
-        case.take(
-            [n for n, f in case.strays.items() if f.into in set(parameters)], parameters, LAYER_GAP.id if told else ""
-        )
+        filled = set(parameters)
+        case.take([n for n, f in case.strays.items() if f.into in filled], filled, LAYER_GAP.id if told else "")
 
 
 def _whole(some: Iterable[str], every: Iterable[str]) -> dict[str, tuple[dict[int, list[str]], list[int]]]:

@@ -135,10 +135,12 @@ def likely_renames(case: Case) -> Iterator[Finding]:
         return
     finder = Nearest(missing)
     pairs: dict[str, str] = {}
+    used: set[str] = set()
     for name, fate in strays.items():
         near = finder.find(fate.into or name)
-        if near is not None and near not in pairs.values() and _fits(case, name, near):
+        if near is not None and near not in used and _fits(case, name, near):
             pairs[name] = near
+            used.add(near)
     for stack, names in by_stack(pairs).items():
         example = names[0]
         yield case.finding(
