@@ -202,7 +202,9 @@ def test_shard_lists_and_spans_are_told_apart():
     assert rule(Row(stacked="a", to="b", shards=["k", "v"])).shards == ("k", "v")
 
 
-@pytest.mark.parametrize("name", ["minicpmv4_6forconditionalgeneration", "aliases", "../secrets", "a/b", "", "x.y", "CON:", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["minicpmv4_6forconditionalgeneration", "aliases", "../secrets", "a/b", "", "x.y", "CON:", "a\0b"]
+)
 def test_a_name_that_is_no_architecture_finds_no_book(name):
     assert rulebook.find(name) is None
 
