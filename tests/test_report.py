@@ -205,7 +205,7 @@ class TestTerminal:
             good(id=f"vllm=={v[:-1]}", engine="vllm", release=v[:-1], **(made[v[-1]] or {})) for v in verdicts.split()
         )
         out = terminal.render(report(plans=plans, findings=()))
-        assert (f"vllm (live): {told}" in out) if told else ("release" not in out)
+        assert (f"  vllm: {told}" in out) if told else ("release" not in out)
 
     def test_colours_only_when_asked(self) -> None:
         assert "\x1b" not in terminal.render(report())

@@ -13,6 +13,7 @@ from rich.text import Text
 from ckaudit.findings import Report
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
+from ckaudit.report.terminal.perplexity import perplexity
 from ckaudit.report.terminal.verdicts import details, every_name, verdicts
 
 _EXITS = {
@@ -55,6 +56,18 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
             yield from every_name(plan)
     yield ""
     yield _summary(report)
+
+
+def render_perplexity(
+    report: Report, *, width: int = 100, colour: bool = False, quiet: bool = False, verbose: bool = False
+) -> str:
+    """The report of `ckaudit ppl` as text: the number first, what it was compared with, then findings."""
+    assert report.perplexity is not None
+    parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
+    parts += perplexity(report.perplexity, verbose=verbose)
+    if not quiet:
+        parts += [*findings(report, verbose=verbose), *skips(report)]
+    return text([*parts, "", _summary(report)], width=width, colour=colour)
 
 
 def _header(report: Report) -> Iterator[RenderableType]:

@@ -48,12 +48,12 @@ def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[Renderabl
 
 def _matrix(report: Report) -> Iterator[RenderableType]:
     """Of several releases of one engine: where it goes wrong, and where it is right again."""
-    groups: dict[tuple[str, str], dict[Version, bool]] = {}
+    groups: dict[str, dict[Version, bool]] = {}
     for plan in report.plans:
         if plan.release is not None and plan.verdict != "not_judged":
             with suppress(InvalidVersion):
-                groups.setdefault((plan.engine, plan.method), {})[Version(plan.release)] = plan.verdict == "loads"
-    for (engine, method), releases in groups.items():
+                groups.setdefault(plan.id.partition("==")[0], {})[Version(plan.release)] = plan.verdict == "loads"
+    for engine, releases in groups.items():
         bad = sorted(v for v, loads in releases.items() if not loads)
         good = sorted(v for v, loads in releases.items() if loads and bad and v > bad[-1])
         if len(releases) > 1 and bad:
@@ -63,7 +63,7 @@ def _matrix(report: Report) -> Iterator[RenderableType]:
                 else f"bad from the first release asked, {bad[0]}"
             )
             until = f"good again from {good[0]}" if good else f"still bad in {bad[-1]}"
-            yield Text(f"  {safe(engine)} ({method}): {since}, {until}", style="bold")
+            yield Text(f"  {safe(engine)}: {since}, {until}", style="bold")
 
 
 def _head(plan: Plan, report: Report) -> Text:
