@@ -435,3 +435,38 @@ def test_files_of_the_repo_stay_in_their_folder(copy, tmp_path):
     assert loader.run(msgspec.structs.replace(job, texts=texts), lambda name: b"").verdict == "loads"
     assert not list(tmp_path.parent.rglob("escaped*"))
     assert not Path("/tmp/escaped-absolute.json").exists()
+
+
+def test_mxfp4_blocks_without_their_scales_fail_as_they_do_for_real(tmp_path):
+    build("gpt_oss", tmp_path)
+    state: dict[str, Any] = {}
+    for name, tensor in load(tmp_path).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inner, outer = tensor.shape
+            state[f"{name}_blocks"] = torch.zeros(experts, outer, inner // 32, 16, dtype=torch.uint8)
+            state[f"{name}_scales"] = torch.zeros(experts, outer, inner // 32, dtype=torch.uint8)
+        else:
+            state[name] = tensor
+    edit(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    save(state, tmp_path)
+    plan = audit(tmp_path)
+    assert plan.verdict == "loads"
+    assert fate(plan, "model.layers.0.mlp.experts.down_proj_scales").into == "model.layers.0.mlp.experts.down_proj"
+    lone = "model.layers.1.mlp.experts.down_proj_blocks"
+    save({n: t for n, t in state.items() if n != lone.replace("blocks", "scales")}, tmp_path)
+    from transformers import GptOssForCausalLM
+
+    with pytest.raises(RuntimeError) as real:
+        GptOssForCausalLM.from_pretrained(tmp_path)
+    plan = audit(tmp_path)
+    assert plan.error == f"RuntimeError: {real.value}"
+    assert [f.names for f in plan.failures] == [(lone,)]
+
+
+def test_a_second_shard_takes_part(copy, tmp_path):
+    write, state = copy
+    write({n: t for n, t in state.items() if "layers.1" not in n})
+    half = audit(tmp_path)
+    assert half.verdict == "loads_with_loss"
+    save({n: t for n, t in state.items() if "layers.1" in n}, tmp_path, "other.safetensors")
+    assert audit(tmp_path).verdict == "loads"
