@@ -188,7 +188,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if fails(self.findings, self.fail_on):
             return 1
         unjudged = set(self.summary.not_judged)
-        nothing_judged = len(unjudged) == len(self.plans)
+        nothing_judged = len(unjudged) == len(self.plans) and self.load is None and self.perplexity is None
         if not self.allow_not_judged and (nothing_judged or self.requested & unjudged):
             return 3
         return 0

@@ -6,16 +6,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.engines import Engine, EngineOptions, select
 from ckaudit.findings import FailOn, Report, Skip, Target, ordered
 from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
+from ckaudit.scores import PplOptions
 from ckaudit.source import open_source
 from ckaudit.suppressions import Suppressions
 from ckaudit.suppressions import apply as suppress
+
+if TYPE_CHECKING:
+    from ckaudit.perplexity.run import Repo
 
 SIDE_BY_SIDE = 4
 """Engines that run at once; each is a process that may hold a few GB."""
@@ -85,6 +91,55 @@ def audit(
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
     )
+
+
+def measure(
+    target: str,
+    options: PplOptions,
+    *,
+    jobs: int = 16,
+    offline: bool = False,
+    fail_on: FailOn = "error",
+    progress: Progress | None = None,
+) -> Report:
+    """Perplexity of `target` as `options` say: the report's `perplexity` section, with findings and skips of its own.
+
+    Files of a Hub target are downloaded first. Raises a CkauditError for what stops it: a target or data set that cannot be read, a
+    model that does not load, a server without log-probabilities, a reference made on other rows.
+    """
+    from ckaudit.checks import perplexity as checks
+    from ckaudit.engines import cache
+    from ckaudit.perplexity.run import run
+
+    progress = progress or NullProgress()
+    checkpoint, repo = _whole(target, options.settings.trust_remote_code, jobs, offline, progress)
+    other = None
+    if options.candidate is not None:
+        _, other = _whole(options.candidate, options.settings.trust_remote_code, jobs, offline, progress)
+    outcome = run(repo, options, progress, candidate=other, cache=cache.home() / "perplexity")
+    findings, skips = checks.run(outcome)
+    return Report(
+        target=describe(checkpoint),
+        plans=(),
+        findings=ordered(findings, ()),
+        skips=skips,
+        perplexity=msgspec.to_builtins(outcome),
+        fail_on=fail_on,
+    )
+
+
+def _whole(target: str, code: bool, jobs: int, offline: bool, progress: Progress) -> tuple[Checkpoint, Repo]:
+    """The target with its files on this machine."""
+    from ckaudit.perplexity.run import Repo
+
+    source = open_source(target, jobs=jobs, offline=offline, progress=progress)
+    checkpoint = read_checkpoint(source, progress=progress, code=code, jobs=jobs)
+    wanted = [
+        p for p in source.files() if "/" not in p and not p.endswith((".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5"))
+    ]
+    folder = source.folder(wanted)
+    stamps = [(p, (folder / p).stat().st_size, (folder / p).stat().st_mtime_ns) for p in wanted]
+    return checkpoint, Repo(source.name, folder, source.revision or repr((str(folder), stamps)))
 
 
 def describe(checkpoint: Checkpoint) -> Target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -115,3 +116,38 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     comparison: Comparison | None = None
     drifts: tuple[Drift, ...] = ()
     faults: tuple[Planted, ...] = ()
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a side is run. `dtype`: `auto` (the checkpoint's), float32, bfloat16, float16; `attention`: a name that transformers knows."""
+
+    dtype: str = "auto"
+    attention: str = "sdpa"
+    device: str = "cpu"
+    batch: int = 1
+    trust_remote_code: bool = False
+
+
+class PplOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asked of `ckaudit ppl`."""
+
+    data: str = "builtin"
+    rows: int | None = None
+    settings: Settings = Settings()
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    reference: Path | None = None
+    """A reference file to compare with."""
+    candidate: str | None = None
+    """Another target (quantised, another revision) to compare with."""
+    candidate_settings: Settings | None = None
+    """The same weights under other settings."""
+    against: str | None = None
+    """Address of a running server to compare with the target."""
+    served_model: str | None = None
+    entry: str | None = None
+    tolerance: float | None = None
+    tolerance_reason: str = ""
+    prove: bool = False
+    save_reference: Path | None = None
+    """Where to keep the score as a reference."""

@@ -24,11 +24,11 @@ from ckaudit.perplexity.compare import compare
 from ckaudit.perplexity.encode import Encoder
 from ckaudit.perplexity.journal import Journal
 from ckaudit.perplexity.processor import load_processor
-from ckaudit.perplexity.run import Options, run, save_reference
-from ckaudit.perplexity.score import Settings, load_model, score_rows
+from ckaudit.perplexity.run import Repo, run, save_reference
+from ckaudit.perplexity.score import load_model, score_rows
 from ckaudit.perplexity.server import Server
 from ckaudit.progress import NullProgress
-from ckaudit.scores import Outcome, RowScore, Score, Skipped
+from ckaudit.scores import Outcome, PplOptions, RowScore, Score, Settings, Skipped
 
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-qwen2-vl"
 FLOAT = Settings(dtype="float32")
@@ -36,7 +36,7 @@ QUIET = NullProgress()
 
 
 def ppl(**options: object) -> Outcome:
-    return run("tiny", "v1", TINY, Options(**{"settings": FLOAT, **options}), QUIET)  # type: ignore[arg-type]
+    return run(Repo("tiny", TINY, "v1"), PplOptions(**{"settings": FLOAT, **options}), QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +236,8 @@ def test_an_address_where_nothing_listens() -> None:
 
 def test_a_reference_is_kept_and_compared_without_the_reference_model(healthy: Outcome, tmp_path: Path) -> None:
     path = tmp_path / "reference.json"
-    save_reference(path, "tiny", healthy, Options(tolerance=0.02, tolerance_reason="bf16 on another card"))
-    save_reference(path, "other", healthy, Options())
+    save_reference(path, "tiny", healthy, PplOptions(tolerance=0.02, tolerance_reason="bf16 on another card"))
+    save_reference(path, "other", healthy, PplOptions())
     again = ppl(reference=path, settings=Settings(dtype="bfloat16"))
     assert again.comparison is not None
     assert again.comparison.tolerance == 0.02
@@ -248,14 +248,14 @@ def test_a_reference_is_kept_and_compared_without_the_reference_model(healthy: O
 
 def test_other_rows_are_an_error_and_not_a_drift(healthy: Outcome, tmp_path: Path) -> None:
     path = tmp_path / "reference.json"
-    save_reference(path, "tiny", healthy, Options())
+    save_reference(path, "tiny", healthy, PplOptions())
     with pytest.raises(UsageError, match="other rows"):
         ppl(reference=path, rows=10)
 
 
 def test_a_tolerance_of_its_own_needs_a_reason(healthy: Outcome, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a reason"):
-        save_reference(tmp_path / "r.json", "tiny", healthy, Options(tolerance=0.5))
+        save_reference(tmp_path / "r.json", "tiny", healthy, PplOptions(tolerance=0.5))
 
 
 @pytest.mark.parametrize("text", ["", "{}x", '{"entries": {"a": 1}}', '{"schema_version": 2}'])

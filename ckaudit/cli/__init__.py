@@ -16,6 +16,7 @@ from ckaudit.cli.engines import engines
 from ckaudit.cli.explain import explain
 from ckaudit.cli.guard import guarded
 from ckaudit.cli.names import names
+from ckaudit.cli.ppl import ppl
 from ckaudit.cli.rules import rules
 
 EXIT_CODES = """Exit codes: 0 judged, nothing at or above --fail-on; 1 findings; 2 usage or environment error, or a crash of ckaudit itself;
@@ -31,7 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (names, explain, checks):
+for command in (names, ppl, explain, checks):
     app.command()(guarded(command))
 app.add_typer(rules, name="rules")
 app.add_typer(engines, name="engines")

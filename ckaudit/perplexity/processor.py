@@ -63,15 +63,20 @@ def _without_video(folder: Path) -> Any:
 
 
 def _limit_pixels(processor: Any, low: int | None, high: int | None) -> None:
+    """Set the limits in the spelling of this image processor: edges that hold areas (the Qwen2-VL family), or attributes."""
     images = getattr(processor, "image_processor", None)
-    if images is None or (low is None and high is None):
+    if images is None:
         return
-    size = dict(getattr(images, "size", None) or {})
     for key, edge, value in (("min_pixels", "shortest_edge", low), ("max_pixels", "longest_edge", high)):
-        if value is not None:
-            size[edge] = value  # the spelling of the Qwen2-VL family: edges that hold areas
+        size = getattr(images, "size", None)
+        if value is None:
+            continue
+        if isinstance(size, dict) and edge in size:
+            size[edge] = value
+        elif getattr(size, edge, None) is not None:
+            setattr(size, edge, value)
+        else:
             setattr(images, key, value)
-    images.size = type(images.size)(**size) if not isinstance(images.size, dict) else size
 
 
 def pixel_limits(processor: Any) -> dict[str, int | None]:

@@ -16,45 +16,31 @@ from ckaudit.perplexity.compare import compare
 from ckaudit.perplexity.encode import Encoded, Encoder
 from ckaudit.perplexity.journal import Journal
 from ckaudit.perplexity.processor import load_processor, pixel_limits
-from ckaudit.perplexity.score import Settings, load_model, score_rows
+from ckaudit.perplexity.score import load_model, score_rows
 from ckaudit.perplexity.server import Server
 from ckaudit.progress import Progress
-from ckaudit.scores import Drift, Outcome, Planted, RowScore, Score, Skipped, perplexity
+from ckaudit.scores import Drift, Outcome, Planted, PplOptions, RowScore, Score, Settings, Skipped, perplexity
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked of `ckaudit ppl`."""
+class Repo(msgspec.Struct, frozen=True):
+    """Where a target's files lie, and a text that changes when they do."""
 
-    data: str = data.BUILTIN
-    rows: int | None = None
-    settings: Settings = Settings()
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    reference: Path | None = None
-    """A reference file to compare with."""
-    candidate: Path | None = None
-    """Another repo (quantised, another revision) to compare with the target."""
-    candidate_settings: Settings | None = None
-    """The same weights under other settings."""
-    against: str | None = None
-    """Address of a running server to compare with the target."""
-    served_model: str | None = None
-    entry: str | None = None
-    tolerance: float | None = None
-    tolerance_reason: str = ""
-    prove: bool = False
-    cache: Path | None = None
-    """Where the rows of an interrupted run are kept; None keeps none."""
+    name: str
+    folder: Path
+    identity: str
 
 
-def run(name: str, identity: str, folder: Path, options: Options, progress: Progress) -> Outcome:
-    """Score the repo in `folder` (called `name`; `identity` changes when its files do) as `options` say.
+def run(
+    repo: Repo, options: PplOptions, progress: Progress, *, candidate: Repo | None = None, cache: Path | None = None
+) -> Outcome:
+    """Score `repo` as `options` say, and `candidate` where another one is compared with it.
 
+    Rows of an interrupted run are kept in the folder `cache`, and used again while nothing that the number depends on has changed.
     Raises CkauditError: no such data, a reference made on other rows, a model that does not load, a server without log-probabilities.
     """
-    side = _Side(folder, options, progress)
+    side = _Side(repo, options, progress, cache)
     rows = data.load(options.data, options.rows)
-    kept = references.entry(options.reference, options.entry or name) if options.reference else None
+    kept = references.entry(options.reference, options.entry or repo.name) if options.reference else None
     tolerance = (
         options.tolerance if options.tolerance is not None else kept.tolerance if kept else references.DEFAULT_TOLERANCE
     )
@@ -63,33 +49,33 @@ def run(name: str, identity: str, folder: Path, options: Options, progress: Prog
     drifts: list[Drift] = []
     reference: Score | None
     if options.against:
-        reference = kept.score if kept else side.score(rows, name, identity, options.settings)
+        reference = kept.score if kept else side.score(rows, options.settings)
         score = _serve(side, rows, options, drifts)
-    elif options.candidate or options.candidate_settings:
-        reference = kept.score if kept else side.score(rows, name, identity, options.settings)
-        other = _Side(options.candidate, options, progress) if options.candidate else side
-        label = str(options.candidate) if options.candidate else name
-        score = other.score(
-            rows, label, f"{identity} {options.candidate}", options.candidate_settings or options.settings
-        )
+    elif candidate or options.candidate_settings:
+        reference = kept.score if kept else side.score(rows, options.settings)
+        other = _Side(candidate, options, progress, cache) if candidate else side
+        score = other.score(rows, options.candidate_settings or options.settings)
     else:
         reference = kept.score if kept else None
-        score = side.score(rows, name, identity, options.settings)
-    return Outcome(
+        score = side.score(rows, options.settings)
+    outcome = Outcome(
         score=score,
         reference=reference,
         comparison=compare(reference, score, tolerance, reason) if reference else None,
         drifts=tuple(drifts),
         faults=tuple(side.prove(rows, options.settings, tolerance)) if options.prove else (),
     )
+    if options.save_reference:
+        save_reference(options.save_reference, options.entry or repo.name, outcome, options)
+    return outcome
 
 
 class _Side:
     """One repo: its processor, and its model once one is needed."""
 
-    def __init__(self, folder: Path, options: Options, progress: Progress) -> None:
-        self.folder, self.options, self.progress = folder, options, progress
-        self.processor = load_processor(folder, min_pixels=options.min_pixels, max_pixels=options.max_pixels)
+    def __init__(self, repo: Repo, options: PplOptions, progress: Progress, cache: Path | None) -> None:
+        self.repo, self.progress, self.cache = repo, progress, cache
+        self.processor = load_processor(repo.folder, min_pixels=options.min_pixels, max_pixels=options.max_pixels)
         self.encoder = Encoder(self.processor)
         self._model: tuple[Settings, Any] | None = None
 
@@ -105,28 +91,28 @@ class _Side:
     def model(self, settings: Settings) -> Any:
         if self._model is None or self._model[0] != settings:
             self._model = None  # free the first before the second is loaded
-            with self.progress.task(f"loading {self.folder.name}"):
-                self._model = (settings, load_model(self.folder, settings))
+            with self.progress.task(f"loading {self.repo.name}"):
+                self._model = (settings, load_model(self.repo.folder, settings))
         return self._model[1]
 
-    def score(self, rows: data.DataSet, label: str, identity: str, settings: Settings) -> Score:
+    def score(self, rows: data.DataSet, settings: Settings) -> Score:
         encoded, skipped = self.encode(rows)
         facts = self.settings(settings)
-        key = (identity, rows.hash, msgspec.json.encode(facts).decode(), *versions().values())
-        journal = Journal(self.options.cache, key) if self.options.cache else None
+        key = (self.repo.identity, rows.hash, msgspec.json.encode(facts).decode(), *versions().values())
+        journal = Journal(self.cache, key) if self.cache else None
         began = time.monotonic()
 
         def fresh(left: list[Encoded]) -> Iterator[RowScore]:
             return score_rows(self.model(settings), self.encoder, left, settings)
 
         scored = _watch(
-            journal.score(encoded, fresh) if journal else fresh(encoded), len(encoded), label, self.progress
+            journal.score(encoded, fresh) if journal else fresh(encoded), len(encoded), self.repo.name, self.progress
         )
         by_id = {row.id: row for row in scored}
         if journal:
             journal.finish()
         done = tuple(by_id[e.row.id] for e in encoded)
-        return make(label, done, skipped, rows, facts, time.monotonic() - began)
+        return make(self.repo.name, done, skipped, rows, facts, time.monotonic() - began)
 
     def settings(self, settings: Settings) -> dict[str, Any]:
         facts = msgspec.to_builtins(settings)
@@ -138,7 +124,9 @@ class _Side:
         model = self.model(settings)
 
         def score(label: str) -> Score:
-            watched = _watch(score_rows(model, self.encoder, encoded, settings), len(encoded), label, self.progress)
+            watched = _watch(
+                score_rows(model, self.encoder, encoded, settings), len(encoded), self.repo.name, self.progress
+            )
             return make(label, tuple(watched), skipped, rows, {}, 0.0)
 
         healthy = score("healthy")
@@ -153,7 +141,7 @@ class _Side:
             yield Planted(name, found.relative, found.relative is None or not found.within)
 
 
-def _serve(side: _Side, rows: data.DataSet, options: Options, drifts: list[Drift]) -> Score:
+def _serve(side: _Side, rows: data.DataSet, options: PplOptions, drifts: list[Drift]) -> Score:
     encoded, skipped = side.encode(rows)
     assert options.against is not None
     server = Server(options.against, options.served_model)
@@ -197,7 +185,7 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "ckaudit")}
 
 
-def save_reference(path: Path, name: str, outcome: Outcome, options: Options) -> None:
+def save_reference(path: Path, name: str, outcome: Outcome, options: PplOptions) -> None:
     """Keep the outcome's score as the reference `name`. Raises UsageError for a score that is no reference (not finite, rows skipped)."""
     if outcome.score.perplexity is None:
         raise UsageError("A score that is not finite cannot be a reference.", "See the findings.")

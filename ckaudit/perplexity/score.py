@@ -8,21 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ckaudit.errors import EngineError
 from ckaudit.perplexity.encode import Encoded, Encoder
-from ckaudit.scores import RowScore, ids_hash
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a side is run. `dtype`: `auto` (the checkpoint's), float32, bfloat16, float16; `attention`: a name that transformers knows."""
-
-    dtype: str = "auto"
-    attention: str = "sdpa"
-    device: str = "cpu"
-    batch: int = 1
-    trust_remote_code: bool = False
+from ckaudit.scores import RowScore, Settings, ids_hash
 
 
 def load_model(folder: Path, settings: Settings) -> Any:
