@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 
 from ckaudit import header, index, sniff
-from ckaudit.checkpoint.layout import INDEX, UNKNOWN_GUESS, Layout, choose, guess_headers, other_weights
+from ckaudit.checkpoint.layout import (
+    INDEX,
+    UNKNOWN_GUESS,
+    Layout,
+    candidates,
+    choose,
+    guess_from_index,
+    guess_headers,
+    other_weights,
+)
 from ckaudit.header import DTYPE_BITS, Defect, Header
 from ckaudit.index import Index as Index
 from ckaudit.progress import NullProgress, Progress
@@ -96,7 +105,7 @@ def read_checkpoint(
     *,
     progress: Progress | None = None,
     code: bool = False,
-    jobs: int = 16,  # noqa: ARG001 - how many reads run at once is the source's to know
+    jobs: int = 16,
     folder: str = "",
 ) -> Checkpoint:
     """Config, index and shard headers of `source`, or of one `folder` in it (a diffusers component). Reads no tensor data.
@@ -107,26 +116,23 @@ def read_checkpoint(
     folder = folder.strip("/") + "/" if folder.strip("/") else ""
     every = source.files()
     files = {path.removeprefix(folder): info for path, info in every.items() if path.startswith(folder)}
-    small, defects = _read_small(source, folder, files, code=code)
-    config, faults = _parse_config(small.get("config.json"))
-    defects += faults
-    layout = choose(files, source.name, config)
-    if layout.index is not None and layout.index not in small:
-        more, faults = _read_small(source, folder, {layout.index: files[layout.index]}, code=False)
-        small, defects = small | more, defects + faults
-    found = index.parse(layout.index, small[layout.index]) if layout.index in small else None
-    layout = layout.with_index(found, files)
     with header.without_collector():
-        headers = _read_headers(source, folder, layout, files, found, progress or NullProgress())
+        reading = _Reading(source.name, folder, files, code=code, jobs=jobs)
+        with (progress or NullProgress()).task("Reading headers", len(reading.heads)) as task:
+            for span, data in source.read_spans(reading.queue):
+                if reading.take(span, data):
+                    task.advance()
+        found, layout, headers = reading.index, reading.layout, reading.done
         shards = tuple(_shard(folder + path, files.get(path), headers.get(path)) for path in layout.shards)
         tensors = _tensors(shards, found, folder)
+    small, config, defects = reading.texts(), reading.config, reading.defects
     return Checkpoint(
         name=source.name,
         kind=source.kind,
         revision=source.revision,
         files=every,
         config=config,
-        texts={path: data for path, data in small.items() if not INDEX.search(path)},
+        texts=small,
         index=found,
         shards=shards,
         tensors=tensors,
@@ -139,25 +145,6 @@ def read_checkpoint(
 def components(files: Iterable[str]) -> tuple[str, ...]:
     """The folders that hold safetensors files of their own, sorted: what of a pipeline can be audited one by one."""
     return tuple(sorted({path.rpartition("/")[0] for path in files if path.endswith(".safetensors") and "/" in path}))
-
-
-def _read_small(
-    source: Source, folder: str, files: Mapping[str, FileInfo], *, code: bool
-) -> tuple[dict[str, bytes], list[Defect]]:
-    """The files of the folder that are text and decide loading, indexes included, in one go; what cannot be read is a defect."""
-    limits = {path: MAX_TEXT for path in files if path in TEXTS or (code and path.endswith(".py"))}
-    limits |= {path: MAX_WHOLE for path in files if INDEX.search(path) and "/" not in path}
-    small: dict[str, bytes] = {}
-    defects = []
-    for span, data in source.read_spans([Span(folder + path, 0, limit) for path, limit in limits.items()]):
-        path = span.path.removeprefix(folder)
-        if isinstance(data, Unreadable):
-            defects.append(Defect("unreadable", path, "a readable file", data.reason))
-        elif len(data) >= span.stop:
-            defects.append(Defect("unreadable", path, f"fewer than {span.stop} bytes", "more, so it is left alone"))
-        else:
-            small[path] = data
-    return {path: small[path] for path in limits if path in small}, defects
 
 
 def _parse_config(data: bytes | None) -> tuple[dict[str, Any] | None, list[Defect]]:
@@ -173,35 +160,82 @@ def _parse_config(data: bytes | None) -> tuple[dict[str, Any] | None, list[Defec
     return config, []
 
 
-def _read_headers(
-    source: Source,
-    folder: str,
-    layout: Layout,
-    files: Mapping[str, FileInfo],
-    found: Index | None,
-    progress: Progress,
-) -> dict[str, Header | Unreadable]:
-    """The header of each file of `layout`, in one read where the guess is enough, else in two."""
-    guesses = guess_headers(found.weight_map if found else {}, {path: info.size for path, info in files.items()})
-    wanted = [path for path in (*layout.shards, *layout.strays) if path in files]
-    queue = _Queue(Span(folder + path, 0, guesses.get(path, UNKNOWN_GUESS)) for path in wanted)
-    done: dict[str, Header | Unreadable] = {}
-    begun: dict[str, bytes] = {}
-    with progress.task("Reading headers", len(wanted)) as task:
-        for span, data in source.read_spans(queue):
-            path = span.path.removeprefix(folder)
-            if isinstance(data, Unreadable):
-                done[path] = data
-            else:
-                start = begun.pop(path, b"") + data if path in begun else data
-                needed = header.needed(start, files[path].size)
-                if span.start == 0 and needed > len(start):
-                    begun[path] = start
-                    queue.append(Span(span.path, len(start), needed))
-                    continue
-                done[path] = header.parse(start, files[path].size)
-            task.advance()
-    return done
+class _Reading:
+    """Everything that is read of a checkpoint, in one stream: no read waits for another that it does not need.
+
+    The small files come first and the first headers beside them, with lengths guessed from the index's own size; once the index is
+    here, the other headers follow with lengths guessed from the names.
+    """
+
+    def __init__(self, target: str, folder: str, files: Mapping[str, FileInfo], *, code: bool, jobs: int) -> None:
+        self.target, self.folder, self.files = target, folder, files
+        self.limits = {path: MAX_TEXT for path in files if path in TEXTS or (code and path.endswith(".py"))}
+        self.limits |= {path: MAX_WHOLE for path in files if INDEX.search(path) and "/" not in path}
+        self.small: dict[str, bytes] = {}
+        self.defects: list[Defect] = []
+        self.config: dict[str, Any] | None = None
+        self.index: Index | None = None
+        self.layout = Layout(None, ())
+        self.done: dict[str, Header | Unreadable] = {}
+        self.begun: dict[str, bytes] = {}
+        self.queue = _Queue(Span(folder + path, 0, limit) for path, limit in self.limits.items())
+        self.waiting = set(self.limits)
+        self.heads = candidates(files)
+        early = guess_from_index(files, self.heads) if len(self.heads) > 2 * jobs else {}
+        self.asked = set(list(early)[: 2 * jobs])
+        self.queue.extend(Span(folder + path, 0, early[path]) for path in early if path in self.asked)
+        if not self.waiting:
+            self._arrange()
+
+    def take(self, span: Span, data: bytes | Unreadable) -> bool:
+        """Takes what was read; whether that completes a header."""
+        path = span.path.removeprefix(self.folder)
+        if path in self.waiting:
+            self._take_small(path, span, data)
+            return False
+        if isinstance(data, Unreadable):
+            self.done[path] = data
+            return True
+        start = self.begun.pop(path) + data if path in self.begun else data
+        needed = header.needed(start, self.files[path].size)
+        if span.start == 0 and needed > len(start):
+            self.begun[path] = start
+            self.queue.append(Span(span.path, len(start), needed))
+            return False
+        self.done[path] = header.parse(start, self.files[path].size)
+        return True
+
+    def texts(self) -> dict[str, bytes]:
+        """The small files, indexes apart, in the order of the listing."""
+        return {path: self.small[path] for path in self.limits if path in self.small and not INDEX.search(path)}
+
+    def _take_small(self, path: str, span: Span, data: bytes | Unreadable) -> None:
+        self.waiting.discard(path)
+        if isinstance(data, Unreadable):
+            self.defects.append(Defect("unreadable", path, "a readable file", data.reason))
+        elif len(data) >= span.stop:
+            self.defects.append(
+                Defect("unreadable", path, f"fewer than {span.stop} bytes", "more, so it is left alone")
+            )
+        else:
+            self.small[path] = data
+        if not self.waiting:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Once the small files are here: which files count, and the reads that are still to be asked for."""
+        self.defects.sort(key=lambda defect: list(self.limits).index(defect.name or ""))
+        self.config, faults = _parse_config(self.small.get("config.json"))
+        self.defects += faults
+        layout = choose(self.files, self.target, self.config)
+        if layout.index in self.small:
+            self.index = index.parse(layout.index, self.small[layout.index])
+        self.layout = layout.with_index(self.index, self.files)
+        weight_map = self.index.weight_map if self.index else {}
+        guesses = guess_headers(weight_map, {path: info.size for path, info in self.files.items()})
+        for path in (*self.layout.shards, *self.layout.strays):
+            if path in self.files and path not in self.asked:
+                self.queue.append(Span(self.folder + path, 0, guesses.get(path, UNKNOWN_GUESS)))
 
 
 class _Queue(deque[Span]):
