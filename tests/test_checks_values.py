@@ -186,6 +186,7 @@ def test_only_what_may_hold_the_same_weights_is_compared() -> None:
     others = [
         stats("layers.0.rotary_emb.inv_freq", (8, 8), **same),  # computed: the same in every layer
         stats("layers.0.norm.weight", (64,), **same),
+        stats("layers.0.mixer.A_log", **same),  # what Mamba starts from in every layer
         stats("layers.0.down.weight", digest=8),
         stats("layers.0.other.weight", dtype="F32", **same),
     ]

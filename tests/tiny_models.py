@@ -128,6 +128,9 @@ def save(kind: str, folder: Path, *, dtype: str = "bfloat16", shard: str = "5GB"
 
     torch.manual_seed(seed)
     model = MODELS[kind](transformers).to(getattr(torch, dtype))
+    for parameter in model.parameters():  # as if trained: some modules start at zero
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
     model.config.dtype = dtype
     for part in ("text_config", "vision_config", "audio_config"):
         if hasattr(getattr(model.config, part, None), "dtype"):

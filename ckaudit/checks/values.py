@@ -78,10 +78,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     engine: str | None = None
 
 
-# Buffers that a model computes, and masks: their values are not weights, and -Inf is what a mask is made of.
+# Buffers that a model computes, masks, and the decay of state space models, which starts alike in every layer: their values are not
+# weights, and -Inf is what a mask is made of.
 _BUFFER = re.compile(
     r"(^|[._])(masked_bias|mask|position_ids|inv_freq|rotary|freqs|cos|sin|relative_position_index|index|running_mean|running_var"
-    r"|num_batches_tracked|mel_filters|window|g_idx)(\.|_|$)"
+    r"|num_batches_tracked|mel_filters|window|g_idx|A_log)(\.|_|$)"
 )
 # What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
 _COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
