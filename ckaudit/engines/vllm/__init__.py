@@ -27,7 +27,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from ckaudit.checkpoint import Checkpoint, TensorSpec
 from ckaudit.engines import EngineOptions, Job
-from ckaudit.engines.cache import PlanCache, key
+from ckaudit.engines.cache import PlanCache, home, key
 from ckaudit.engines.host import WorkerHost, unjudged
 from ckaudit.engines.vllm import store
 from ckaudit.errors import EngineError
@@ -132,7 +132,9 @@ class VllmEngine:
 
     def _place(self, options: EngineOptions, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
         """The worker's environment, and what of it a cached plan depends on. Fetches what is missing. Raises EngineError."""
-        env = {PLATFORM: str(options.vllm.get("platform") or "")}
+        # A worker's own rule is to write no bytecode anywhere; compiling a release takes longer than loading with it.
+        compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(home() / "bytecode")}
+        env = {PLATFORM: str(options.vllm.get("platform") or ""), **compiled}
         if self.release is not None:
             stored = store.add(self.release, offline=options.offline, progress=progress)
             env[TREE], facts = str(stored.path), {"tree": stored.sha256}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ckaudit.checkpoint import TensorSpec
-from ckaudit.engines.vllm import platform, stubs
-from ckaudit.engines.vllm.files import Shards
+from ckaudit.engines.vllm import stubs
+from ckaudit.engines.vllm.files import Shards, dtype_of
 from ckaudit.engines.vllm.provenance import Provenance, Result
 from ckaudit.engines.vllm.rulewatch import RuleWatch
 from ckaudit.engines.vllm.values import NoValues
@@ -47,17 +47,17 @@ class Attempt(NamedTuple):
 
 def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes]) -> Attempt:
     """Build the model that `config` asks for and run the release's loader on `tensors`. Raises what construction raises."""
-    model = build(config)
     observer = Provenance(read)
+    model = build(config, observer)
     layout = {}
     for name, tensor, buffer in held(model):
         observer.watch(name, tensor)
         layout[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
     order: list[str] = []
 
-    def give(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    def give(spec: TensorSpec) -> torch.Tensor:
         order.append(spec.name)
-        return observer.yielded(spec.name, tensor)
+        return observer.give(spec.name, spec.shape or (), dtype_of(spec.dtype))
 
     paths = {id(m): path for path, m in model.named_modules()}
     rules = RuleWatch(_mapper_class(), observer.name_of, lambda module: paths.get(id(module)))
@@ -74,15 +74,12 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
                    observer.looked_at)  # fmt: skip
 
 
-def build(config: Any) -> Any:
-    """The model on `meta`, as `BaseModelLoader.load_model` constructs it."""
+def build(config: Any, observer: Provenance) -> Any:
+    """The model without data, as `BaseModelLoader.load_model` constructs it. The observer makes every tensor on `meta`, and knows the
+    values of small ones, which some constructors look at."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with ExitStack() as stack:
-        stack.enter_context(_default_dtype(config.model_config.dtype))
-        stack.enter_context(stubs.building())
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(platform.on_meta())
+    with _default_dtype(config.model_config.dtype), stubs.building(), observer:
         model = initialize_model(config)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "meta":
@@ -115,7 +112,7 @@ def _load(config: Any, model: Any, observer: Provenance) -> None:
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(config.load_config)
-    with _default_dtype(config.model_config.dtype), torch.no_grad(), platform.on_meta(), observer:
+    with _default_dtype(config.model_config.dtype), torch.no_grad(), observer:
         loader.load_weights(model, config.model_config)
 
 

@@ -74,7 +74,7 @@ class Shards:
     """`safe_open` for a release: the names of a shard in safetensors' order (sorted), and tensors without data for them."""
 
     def __init__(self, tensors: Collection[TensorSpec], folder: Path,
-                 give: Callable[[TensorSpec, torch.Tensor], torch.Tensor]) -> None:  # fmt: skip
+                 give: Callable[[TensorSpec], torch.Tensor]) -> None:  # fmt: skip
         self._folder = folder.resolve()
         self._give = give
         self._held: dict[str, dict[str, TensorSpec]] = {}
@@ -92,7 +92,7 @@ class Shards:
 
 
 class _Shard:
-    def __init__(self, held: dict[str, TensorSpec], give: Callable[[TensorSpec, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, held: dict[str, TensorSpec], give: Callable[[TensorSpec], torch.Tensor]) -> None:
         self._held, self._give = held, give
 
     def __enter__(self) -> _Shard:
@@ -111,8 +111,7 @@ class _Shard:
         return {"format": "pt"}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        spec = self._held[name]
-        return self._give(spec, torch.empty(spec.shape or (), dtype=dtype_of(spec.dtype), device="meta"))
+        return self._give(self._held[name])
 
     def get_slice(self, name: str) -> _Slice:
         return _Slice(self, name)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -136,42 +134,9 @@ def _pretend_torch_cuda(machine: Machine, devices: int) -> None:
     cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_: None
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_: 0
     cuda.reset_peak_memory_stats = lambda *_: None
+    cuda._lazy_init = lambda: None  # what asks for this device is made on `meta`, before any driver is asked
     cuda.Stream = cuda.Event = cuda.CUDAGraph = stubs.Stub
     cuda.current_stream = cuda.stream = lambda *_: stubs.Stub()
     torch.version.cuda = "12.9"
     # Compiled code is never run here, and the compiler would look at every function replaced above.
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
-
-
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Tensors asked for on the pretended device are made on `meta` instead."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    meta = torch.device("meta")
-
-    def is_elsewhere(device: Any) -> bool:
-        if isinstance(device, torch.device):
-            return device.type not in ("cpu", "meta")
-        return isinstance(device, int) or (isinstance(device, str) and not device.startswith(("cpu", "meta")))
-
-    class OnMeta(TorchFunctionMode):  # type: ignore[misc]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            del types
-            kwargs = kwargs or {}
-            if kwargs.get("device") is not None and is_elsewhere(kwargs["device"]):
-                kwargs = {**kwargs, "device": meta}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-            name = getattr(func, "__name__", "")
-            if name == "cuda":
-                return args[0].to(meta)
-            if name == "to" and len(args) > 1 and isinstance(args[1], str | torch.device) and is_elsewhere(args[1]):
-                args = (args[0], meta, *args[2:])
-            if name == "pin_memory":
-                return args[0]
-            return func(*args, **kwargs)
-
-    with OnMeta():
-        yield

@@ -24,6 +24,7 @@ from ckaudit.engines.vllm.values import NoValues, Values
 
 Read = Callable[[str], bytes]
 
+_SHARD_ARGUMENTS = frozenset(("loaded_shard_id", "shard_id", "expert_id"))
 _FRAMES = 12  # how far up a write looks for the loader that says which shard it is
 
 
@@ -79,20 +80,28 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         self._kept: list[torch.Tensor] = []  # held, so that an id is not given to another tensor
         self._scalars: dict[Any, tuple[str, ...]] = {}
         self._tracer = Tracer()
+        self._making = False
+        self._views: set[Any] = set()
         self._values = Values(self._record, read)
         self.shards: dict[str, str] = {}
         """By checkpoint tensor: the part of a fused parameter that the loader says it is (`q`, `0`, `expert 3 w1`)."""
         self._hooks: AbstractContextManager[None] = nullcontext()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs as much as an operation
+
     # -- what is watched
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter or buffer of the model, before loading. A storage that two names share is one storage."""
-        key = tensor.untyped_storage()._cdata
-        if key not in self._records or self._records[key].kind != "parameter":
-            self._records[key] = self._make("parameter", name, tensor)
+        record = self._record(tensor)
+        if record.kind != "parameter":
+            record.kind, record.name = "parameter", name
+            record.log.clear()  # how the constructor filled it is not loading
+            self._tracer = Tracer()
         self._watched[name] = tensor
-        self._former[name] = [self._records[key]]
+        self._former[name] = [record]
         self._owners[id(tensor)] = name
 
     def yielded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -100,6 +109,14 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         self._records[tensor.untyped_storage()._cdata] = self._make("tensor", name, tensor)
         self._yielded[name] = tensor
         return tensor
+
+    def give(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        """A new checkpoint tensor without data."""
+        self._making = True
+        try:
+            return self.yielded(name, torch.empty(shape, dtype=dtype, device="meta"))
+        finally:
+            self._making = False
 
     def __enter__(self) -> Any:
         self._hooks = hooked(self)
@@ -125,15 +142,18 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
     # -- what happens
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
         kwargs = kwargs or {}
+        if func in self._views or self._making:
+            return func(*args, **kwargs)
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = ops.handler(func)
-        if handler is ops.nothing and func.is_view and not func._schema.is_mutable:
-            if func is torch.ops.aten.lift_fresh.default and args[0].device.type != "meta":
-                return self._lifted(args[0])
-            return func(*args, **kwargs)
-        del types
+            if func.is_view and not func._schema.is_mutable and func is not torch.ops.aten.lift_fresh.default:
+                self._views.add(func)
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._lifted(args[0]) if args[0].device.type != "meta" else args[0]
         return self._run(func, handler, args, kwargs)
 
     def _run(self, func: Any, handler: ops.Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,6 +166,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
             kwargs.get("device") is not None and any(t.device.type == "meta" for t in given)
         ):
             kwargs = {**kwargs, "device": torch.device("meta")}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         versions = self._values.before(given)
         try:
             out = func(*args, **kwargs)
@@ -270,7 +292,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
             if frame is None or name in self.shards:
                 break
             # Only what a loader was called with: `load_weights` has loop variables of the same names, left from another weight.
-            local = frame.f_locals if "weight_loader" in frame.f_code.co_name else {}
+            code = frame.f_code
+            named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            local = frame.f_locals if _SHARD_ARGUMENTS.intersection(named) else {}
             shard = shard if shard is not None else local.get("loaded_shard_id", local.get("shard_id"))
             expert = expert if expert is not None else local.get("expert_id")
         if isinstance(shard, str | int | tuple):

@@ -52,7 +52,7 @@ class Session:
             module = sys.modules.get(name)
             version = getattr(module, "__version__", None) if not stubs.is_stub(module) else None
             if isinstance(version, str):
-                out[name] = version
+                out[name] = str(version)  # torch has a class of its own for it
         return out
 
     def config(self, folder: Path, options: EngineOptions, tp: int = 1) -> Any:

@@ -76,6 +76,14 @@ class Tracer:
             return
         live = self.live(record, upto)
         left = [piece]
+        if (
+            _itself(piece)
+            and not live.unsure
+            and sum(p.elements * p.at[0].item for p, _ in live.pieces) == _bytes(piece)
+        ):
+            for there, write in live.pieces:  # the whole of a storage that writes fill: nothing to cut
+                yield from self._through(Piece(there.sizes, (there.at[0], *there.at)), write, cast)
+            return
         for there, write in live.pieces:
             remaining: list[Piece] = []
             for part in left:
@@ -138,6 +146,16 @@ class Tracer:
             if gone:
                 out[Lost(gone, kept)] = None
         return list(out)
+
+
+def _itself(piece: Piece) -> bool:
+    """Whether a piece explains a dense run of bytes by itself, from the first byte of its storage on."""
+    place, view = piece.at
+    return place == view and place.offset == 0 and len(piece.sizes) == 1 and place.strides[0] == place.item
+
+
+def _bytes(piece: Piece) -> int:
+    return piece.elements * piece.at[0].item
 
 
 def _overlay(log: list[Write]) -> Live:
