@@ -21,6 +21,7 @@ from ckaudit.checks import (
     container,
     layout,
     names,
+    perplexity,
     prefixes,
     quantisation,
     rewrites,
@@ -41,7 +42,7 @@ CHECKS: tuple[Check, ...] = tuple(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
             *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS,
-            *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *rules.CHECKS,
+            *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
         ),
         key=lambda c: c.id,
     )

@@ -18,6 +18,7 @@ def load_model(folder: Path, settings: Settings) -> Any:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # its bars would run into ours
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     classes = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     automatic = (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM)
