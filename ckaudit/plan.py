@@ -15,7 +15,7 @@ Verdict = Literal["loads", "loads_with_loss", "fails", "not_judged"]
 Method = Literal["replay", "live", "rules"]
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct, frozen=True, gc=False):
     """One rule that changed a name: its kind, its key, the module path it ran at (`""` is the model), and the text before and after.
 
     `after` is None when the rule drops the name. Names are as that module saw them, its own prefix stripped.
@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True):
     shard: str | None = None
 
 
-class NameFate(msgspec.Struct, frozen=True, omit_defaults=True):
+class NameFate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What happened to one checkpoint tensor."""
 
     name: str
@@ -47,7 +47,7 @@ class NameFate(msgspec.Struct, frozen=True, omit_defaults=True):
     chain: tuple[Step, ...] = ()
 
 
-class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One parameter or persistent buffer of the engine's model and how much of it was written."""
 
     name: str
