@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -30,8 +31,13 @@ def run(job: Job, read: ReadTensor) -> Plan:
     except Exception as error:  # noqa: BLE001  (a release that does not import here says nothing of the checkpoint)
         return msgspec.structs.replace(plan, not_judged=f"vllm {job.release or ''} does not start here: {_line(error)}")
     plan = msgspec.structs.replace(plan, environment=engine.environment())
-    with tempfile.TemporaryDirectory(prefix="ckaudit-vllm-") as name:
-        return _judge(plan, job, read, engine, Path(name), deadline)
+    gc.disable()  # the logs are a great many small objects that live to the end: looking for garbage among them takes a third of the time
+    try:
+        with tempfile.TemporaryDirectory(prefix="ckaudit-vllm-") as name:
+            return _judge(plan, job, read, engine, Path(name), deadline)
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, deadline: float) -> Plan:
