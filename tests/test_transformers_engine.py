@@ -470,3 +470,34 @@ def test_a_second_shard_takes_part(copy, tmp_path):
     assert half.verdict == "loads_with_loss"
     save({n: t for n, t in state.items() if "layers.1" in n}, tmp_path, "other.safetensors")
     assert audit(tmp_path).verdict == "loads"
+
+
+def test_names_and_dtypes_that_nobody_meant(moe):
+    from ckaudit.checkpoint import TensorSpec
+
+    job = job_of(moe[0])
+    hostile = [
+        "",
+        ".",
+        "..",
+        "../../x",
+        "a\0b",
+        "model..norm",
+        "model.norm.weight\n",
+        "model.",
+        "\x1b[31m",
+        "model.layers.-1.x",
+    ]
+    extra = [TensorSpec(name, "model.safetensors", "F32", (1,), 4) for name in hostile]
+    odd = [
+        TensorSpec("six.bits", "model.safetensors", "F6_E2M3", (4,), 3),
+        TensorSpec("no.dtype", "model.safetensors", "F99", (4,), 4),
+        TensorSpec("too.big", "model.safetensors", "F32", (2**40, 2**40), None),
+        TensorSpec("four.bits", "model.safetensors", "F4", (4, 8), 16),
+    ]
+    plan = loader.run(msgspec.structs.replace(job, tensors=(*job.tensors, *extra, *odd)), lambda name: b"")
+    assert plan.not_judged is None
+    assert {n.name for n in plan.names if n.fate == "unmatched"} == {*hostile, *(spec.name for spec in odd)}
+    (unjudged,) = plan.unjudged
+    assert unjudged.topic == "dtypes"
+    assert "3 of" in unjudged.reason
