@@ -18,22 +18,27 @@ Plant = Callable[[Any, Encoder], AbstractContextManager[None]]
 
 
 def _text_layers(model: Any) -> list[Any]:
-    """Decoder layers of the language model: the longest list of modules that hold an attention over tokens."""
+    """Decoder layers of the language model: the list of as many modules as its config says, outside vision and audio towers."""
     import torch
 
-    lists: list[list[Any]] = [
-        list(m)
-        for name, m in model.named_modules()
-        if isinstance(m, torch.nn.ModuleList) and "vis" not in name and _attention(m)
+    config = getattr(model.config, "get_text_config", lambda: model.config)()
+    count = getattr(config, "num_hidden_layers", None)
+    towers = ("vis", "audio", "image", "encoder")
+    for name, module in model.named_modules():
+        of_a_tower = any(tower in name for tower in towers)
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count and not of_a_tower:
+            return list(module)
+    raise NotApplicable("no list of decoder layers found")
+
+
+def _attentions(model: Any) -> list[Any]:
+    """Modules with separate query and key projections, in the decoder layers."""
+    found = [
+        m for layer in _text_layers(model) for m in layer.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")
     ]
-    if not lists:
-        raise NotApplicable("no list of decoder layers found")
-    return max(lists, key=len)
-
-
-def _attention(layers: Any) -> list[Any]:
-    """Modules with separate query and key projections below `layers`."""
-    return [m for m in layers.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
+    if not found:
+        raise NotApplicable("no attention with separate q and k projections found")
+    return found
 
 
 @contextmanager
@@ -74,7 +79,7 @@ def query_key_swapped(model: Any, _encoder: Encoder) -> Iterator[None]:
     """q and k of every decoder layer's attention change places (with fewer key heads: k and as many rows of q)."""
     import torch
 
-    pairs = [(a.q_proj.weight, a.k_proj.weight) for layer in _text_layers(model) for a in _attention(layer)]
+    pairs = [(a.q_proj.weight, a.k_proj.weight) for a in _attentions(model)]
     with _kept([t for pair in pairs for t in pair]):
         with torch.no_grad():
             for query, key in pairs:
@@ -153,11 +158,10 @@ def image_tokens_shuffled(model: Any, encoder: Encoder) -> Iterator[None]:
 
 @contextmanager
 def shard_at_initialisation(model: Any, _encoder: Encoder) -> Iterator[None]:
-    """One shard of one fused matrix stays as initialised: k of the first decoder layer's qkv, drawn anew with the config's spread."""
+    """One shard of one fused matrix stays as initialised: k of the first attention's qkv, drawn anew with the config's spread."""
     import torch
 
-    layers = _text_layers(model)
-    weight = _attention(layers[0])[0].k_proj.weight
+    weight = _attentions(model)[0].k_proj.weight
     config = getattr(model.config, "get_text_config", lambda: model.config)()
     spread = getattr(config, "initializer_range", None) or 1 / math.sqrt(weight.shape[1])
     with _kept([weight]):

@@ -57,8 +57,10 @@ def _without_video(folder: Path) -> Any:
 
     image_only = type(whole.__name__, (whole,), {"check_argument_for_proper_class": check})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    images = transformers.AutoImageProcessor.from_pretrained(folder)
+    # The image processor stands in for the video half: constructors read settings off it, and no video ever comes.
     return image_only(
-        transformers.AutoImageProcessor.from_pretrained(folder), tokenizer, None, chat_template=tokenizer.chat_template
+        image_processor=images, tokenizer=tokenizer, video_processor=images, chat_template=tokenizer.chat_template
     )
 
 
