@@ -340,12 +340,8 @@ def _same(bench: Bench, name: str, folder: Path) -> None:
     for found in loaded.observed.stats[:40]:
         true = values.exact(exact[found.name], mapped.read(exact[found.name]))
         near = abs(found.mean - true.mean) <= 1e-4 * true.std + 1e-9 and abs(found.std - true.std) <= 1e-3 * true.std
-        if not near or (found.low, found.high, found.zeros, found.digest) != (
-            true.low,
-            true.high,
-            true.zeros,
-            true.digest,
-        ):
+        near = near and abs(found.zeros - true.zeros) <= 1e-7 * true.count  # counted in float32 past 2^24 elements
+        if not near or (found.low, found.high, found.digest) != (true.low, true.high, true.digest):
             wrong.append((found, true))
     bench.note(
         f"{name} as stock",
