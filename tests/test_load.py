@@ -6,12 +6,14 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,7 +24,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ckaudit.checkpoint import Checkpoint, read_checkpoint  # noqa: E402
 from ckaudit.checks import behaviour, values  # noqa: E402
 from ckaudit.errors import CkauditError, UsageError  # noqa: E402
-from ckaudit.materialize import LoadOptions, LoadResult, child, host, load  # noqa: E402
+from ckaudit.materialize import LoadOptions, LoadResult, child, host, load, needed_files  # noqa: E402
 from ckaudit.materialize import loading as loading_module  # noqa: E402
 from ckaudit.materialize.estimate import estimate, require  # noqa: E402
 from ckaudit.materialize.job import Event  # noqa: E402
@@ -45,7 +47,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 def run(folder: Path, **options: Any) -> LoadResult:
     """A load in this process: what the child does, without the seconds that it takes to start one."""
-    job = host._job(checkpoint(folder), folder, LoadOptions(**options), (), None)
+    job = host.make_job(checkpoint(folder), folder if folder.is_dir() else folder.parent, LoadOptions(**options))
     told: dict[str, Any] = {"load": None, "forward": None, "observed": None}
     last: list[Event] = []
 
@@ -115,7 +117,7 @@ def test_the_stream_gives_the_loader_what_its_own_reader_gives(
     from ckaudit.materialize.hostmap import MappedFiles
     from ckaudit.materialize.layout import plan
 
-    job = host._job(checkpoint(tmp_path), tmp_path, LoadOptions(), (), None)
+    job = host.make_job(checkpoint(tmp_path), tmp_path, LoadOptions())
     cls, config = pick(job.folder, job.options)
     joins = join_patterns([c.model_type for c in loading_module.sub_configs(config)])
     layout = plan(job.tensors, loading_module_key(), joins, 1000)
@@ -272,6 +274,26 @@ def test_a_trial_of_some_shards_is_told_as_one(tmp_path: Path) -> None:
     assert "CK505" not in checks(result)  # what lies in the other shards was not asked for
 
 
+def test_a_file_with_another_name_is_the_one_that_is_loaded(llama: Path, tmp_path: Path) -> None:
+    copied(llama, tmp_path)
+    (tmp_path / "other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    spoil(tmp_path, lambda t: t["lm_head.weight"].fill_(math.nan))  # beside it, and found first by the loader itself
+    result = run(tmp_path / "other.safetensors")
+    assert (result.error, result.findings) == (None, ())
+
+
+def test_what_has_to_be_downloaded(tmp_path: Path) -> None:
+    tiny_models.save("llama", tmp_path, shard="20KB")
+    for name in ("pytorch_model.bin", "modeling.py", "tokenizer.json", "picture.png"):
+        (tmp_path / name).write_bytes(b"{}")
+    seen = checkpoint(tmp_path)
+    one = {p for p in needed_files(seen, LoadOptions(shards=1)) if not p.endswith("json")}
+    assert one == {seen.shards[0].path}
+    everything = set(needed_files(seen, LoadOptions(trust_remote_code=True)))
+    assert everything >= {s.path for s in seen.shards} | {"config.json", "tokenizer.json", "modeling.py"}
+    assert not everything & {"pytorch_model.bin", "picture.png"}
+
+
 def test_a_device_that_is_not_there(llama: Path) -> None:
     for device in ("cuda", "no-such-device"):
         result = run(llama, device=device)
@@ -424,3 +446,46 @@ def test_an_expected_fingerprint_that_is_none(llama: Path, tmp_path: Path, text:
         path.write_text(text)
     with pytest.raises(UsageError):
         load(checkpoint(llama), llama, LoadOptions(expect=str(path)))
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+import msgspec
+from ckaudit.checkpoint import read_checkpoint
+from ckaudit.materialize import LoadOptions, child, host
+from ckaudit.source import open_source
+
+folder = Path(sys.argv[1])
+events = []
+child.run(host.make_job(read_checkpoint(open_source(str(folder))), folder, LoadOptions(tp=True)), events.append)
+Path(sys.argv[2], os.environ["RANK"]).write_bytes(msgspec.json.encode(events[-1]))
+"""
+
+
+def test_two_processes_hold_a_part_each_and_compute_the_same(llama: Path, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(script), str(llama), str(tmp_path)], check=True, env=env, capture_output=True)
+    ranks = [msgspec.json.decode((tmp_path / r).read_bytes(), type=Event) for r in "01"]
+    alone = run(llama)
+    for rank in ranks:
+        assert rank.error is None
+        assert rank.load is not None
+        assert rank.load["tp"] == 2
+        assert rank.load["steady_bytes"] < alone.load["steady_bytes"]
+        assert rank.observed is not None
+        shapes = {s.name: s.shape for s in rank.observed.stats}
+        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (16, 32)  # 32 rows over two processes
+        assert rank.forward is not None
+        assert alone.forward is not None
+        expected = behaviour.fingerprints({"forward": alone.forward})
+        assert behaviour.compare(rank.forward["runs"], expected, 0.02)["matched"]
+
+
+def test_tensor_parallelism_without_torchrun_says_how(llama: Path) -> None:
+    result = run(llama, tp=True)
+    assert result.environment
+    assert "several processes" in (result.error or "")

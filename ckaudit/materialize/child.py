@@ -108,15 +108,14 @@ def _measured(torch: Any, device: Any, loaded: Any, watch: Watch) -> dict[str, A
     """What the load took. On a CPU the peak is that of the whole process, mapped files included."""
     seconds = watch.seconds.get("load", 0.0) + watch.seconds.get("arrive", 0.0)
     size = loaded.layout.nbytes
-    held = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in loaded.model.parameters() if not p.is_meta
-    }
     if device.type == "cuda":
         count = range(torch.cuda.device_count())
         steady = sum(torch.cuda.memory_allocated(i) for i in count)
         peak = sum(torch.cuda.max_memory_allocated(i) for i in count)
     else:
-        steady, peak = sum(held.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        from ckaudit.materialize.values import held_bytes
+
+        steady, peak = held_bytes(loaded.model), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     info = loaded.info
     return {
         "dtype": str(getattr(loaded.model, "dtype", "")).removeprefix("torch."),

@@ -20,6 +20,7 @@ from ckaudit.checks import behaviour, values
 from ckaudit.checks.values import Observed
 from ckaudit.engines.host import worker_env
 from ckaudit.errors import UsageError
+from ckaudit.materialize.files import chosen_shards, explicit_weights
 from ckaudit.materialize.job import Event, LoadJob, LoadOptions, LoadResult
 from ckaudit.materialize.layout import Stored
 from ckaudit.progress import NullProgress, Progress
@@ -37,17 +38,15 @@ def load(
     *,
     progress: Progress | None = None,
     unused: tuple[str, ...] = (),
-    weights: str | None = None,
     argv: tuple[str, ...] = CHILD,
 ) -> LoadResult:
     """Load `checkpoint`, whose files lie in `folder`, in a child process.
 
-    `unused` names tensors that the loader will not ask for (they are then not read); `weights` is the file or index that the target names,
-    where it names one. Circumstances end up in the result (`environment`), with whatever was known by then; only an option that makes
-    no sense raises UsageError.
+    `unused` names tensors that the loader will not ask for: they are not read. Circumstances end up in the result (`environment`), with
+    whatever was known by then; only an option that makes no sense raises UsageError.
     """
     expected = _read_expected(options.expect)
-    job = _job(checkpoint, folder, options, unused, weights)
+    job = make_job(checkpoint, folder, options, unused)
     story = _converse(job, progress or NullProgress(), argv)
     section, forward = story.load, story.forward
     if forward is not None and options.expect is not None:
@@ -177,11 +176,9 @@ def _child(argv: tuple[str, ...], errors: IO[bytes], cwd: str | None) -> Iterato
                     pipe.close()
 
 
-def _job(
-    checkpoint: Checkpoint, folder: Path, options: LoadOptions, unused: tuple[str, ...], weights: str | None
-) -> LoadJob:
-    shards = [s for s in checkpoint.shards if s.header is not None]
-    chosen = shards[: options.shards] if options.shards is not None else shards
+def make_job(checkpoint: Checkpoint, folder: Path, options: LoadOptions, unused: tuple[str, ...] = ()) -> LoadJob:
+    """What the child is told: every tensor's place in its file."""
+    chosen = chosen_shards(checkpoint, options)
     tensors = []
     for number, shard in enumerate(chosen):
         if shard.header is None:
@@ -196,7 +193,7 @@ def _job(
         files=tuple(str(folder / s.path) for s in chosen),
         tensors=tuple(tensors),
         unused=unused,
-        weights=weights,
+        weights=explicit_weights(checkpoint),
         partial=len(chosen) < len(checkpoint.shards),
         options=options,
     )

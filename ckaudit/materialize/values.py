@@ -261,7 +261,7 @@ def of_parameters(model: Any) -> tuple[TensorStats, ...]:
     """The same for what a model holds, where its loader read for itself: names are the model's, and shards are this process's part."""
     held = {}
     for name, parameter in model.named_parameters():
-        local = parameter.data.to_local() if hasattr(parameter.data, "to_local") else parameter.data
+        local = _local(parameter)
         if not local.is_meta:
             held[name] = local.contiguous()
     names = {dtype: name for name in DTYPE_NAMES if (dtype := torch_dtype(name)) is not torch.uint8 or name == "U8"}
@@ -278,3 +278,18 @@ def of_parameters(model: Any) -> tuple[TensorStats, ...]:
         scan.ready(0, flat, ())
         stats += scan.finish(lambda t: held[t.name].flatten().view(torch.uint8).cpu())
     return tuple(stats)
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of memory behind the parameters of `model` in this process, shared memory once."""
+    storages = {}
+    for parameter in model.parameters():
+        local = _local(parameter)
+        if not local.is_meta:
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """A parameter's tensor, of a distributed one this process's part."""
+    return parameter.data.to_local() if hasattr(parameter.data, "to_local") else parameter.data
