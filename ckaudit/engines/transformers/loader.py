@@ -61,8 +61,6 @@ def _plan(**fields: Any) -> Plan:
 def _load(job: Job, folder: Path) -> Plan:
     from ckaudit.engines.transformers.classes import NotForUs, choose, lay_out
 
-    if not job.tensors:
-        return _plan(not_judged="not one tensor could be read from the checkpoint")
     lay_out(job.texts, folder, code=job.options.trust_remote_code)
     try:
         chosen = choose(job, folder)
@@ -70,6 +68,8 @@ def _load(job: Job, folder: Path) -> Plan:
         return _plan(not_judged=str(reason))
     except Exception as error:  # noqa: BLE001  (sorted by what it says)
         return _refused(job, error, None)
+    if not job.tensors:
+        return _plan(not_judged="not one tensor could be read from the checkpoint")
     return _tell(job, chosen)
 
 
