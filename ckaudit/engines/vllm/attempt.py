@@ -43,6 +43,8 @@ class Attempt(NamedTuple):
     layout: dict[str, tuple[tuple[int, ...], str, bool]]
     """Shape, dtype and whether it is a buffer, of each parameter by name."""
     looked_at: tuple[str, ...]
+    opened: tuple[str, ...]
+    """The files that the release chose to read."""
 
 
 def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes]) -> Attempt:
@@ -61,17 +63,18 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
 
     paths = {id(m): path for path, m in model.named_modules()}
     rules = RuleWatch(_mapper_class(), observer.name_of, lambda module: paths.get(id(module)))
+    shards = Shards(tensors, folder, give)
     claims: list[Any] = []
     raised = None
     try:
-        with _reading(Shards(tensors, folder, give)), _claiming(model, claims), rules.active():
+        with _reading(shards), _claiming(model, claims), rules.active():
             _load(config, model, observer)
     except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
         raised = _raised(error, observer, started=bool(order), finished=bool(claims))
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
     return Attempt(type(model).__name__, raised, observer.result(parameters), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
-                   observer.looked_at)  # fmt: skip
+                   observer.looked_at, tuple(shards.opened))  # fmt: skip
 
 
 def build(config: Any, observer: Provenance) -> Any:

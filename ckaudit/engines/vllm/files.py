@@ -78,6 +78,8 @@ class Shards:
         self._folder = folder.resolve()
         self._give = give
         self._held: dict[str, dict[str, TensorSpec]] = {}
+        self.opened: dict[str, None] = {}
+        """The shards that the release chose to read, in its order."""
         for tensor in tensors:
             self._held.setdefault(tensor.shard, {})[tensor.name] = tensor
 
@@ -88,6 +90,7 @@ class Shards:
         shard = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(filename)
         if shard not in self._held:
             raise FileNotFoundError(f"No such file or directory: {filename}")
+        self.opened[shard] = None
         return _Shard(self._held[shard], self._give)
 
 

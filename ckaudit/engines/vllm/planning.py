@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
@@ -66,12 +65,16 @@ def _failures(story: Story) -> list[Failure]:
 def _names(story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> list[NameFate]:
     aside = {name: fault for fault in story.faults for name in (*fault.names, *fault.assumed)}
     lost = {name: parameter for parameter, c in story.last.result.parameters.items() for x in c.lost for name in x.lost}
-    return [_name(t.name, story.last, aside.get(t.name), lost, config) for t in tensors]
+    # A name may be in two files (two copies of the weights): what counts is the one that the release reads.
+    once = {t.name: t for t in sorted(tensors, key=lambda t: t.shard in story.last.opened)}
+    order = dict.fromkeys(t.name for t in tensors)
+    return [_name(once[n], story.last, aside.get(n), lost, config) for n in order]
 
 
 def _name(
-    name: str, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]
+    tensor: TensorSpec, last: Attempt, fault: Fault | None, lost: Mapping[str, str], config: Mapping[str, Any]
 ) -> NameFate:
+    name = tensor.name
     chain = tuple(last.rules.chains.get(name, ()))
     if fault is not None and name in fault.names:
         chain = fault.chain
@@ -84,6 +87,8 @@ def _name(
         reached = last.raised is None or last.raised.finished
         fate = "ignored" if reached else "not_reached"
         reason = name_by_design(name, config) if reached else None
+        if reached and last.opened and tensor.shard not in last.opened:
+            reason = f"in a file that this release passes over: it reads {', '.join(last.opened[:3])}"
         return NameFate(name, fate, read=0.0, by_design=reason, chain=chain)
     if coverage.into and (coverage.read is None or coverage.read > 0):
         share = None if coverage.read is None else coverage.read / max(coverage.elements, 1)
@@ -216,6 +221,3 @@ def _notes(story: Story) -> list[Note]:
     if story.stopped:
         notes.append(Note("stopped", story.stopped))
     return notes
-
-
-__all__ = ["fill", "message", "torch"]

@@ -125,18 +125,17 @@ def _pretend_torch_cuda(machine: Machine, devices: int) -> None:
         shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
         L2_cache_size=50 * 2**20, uuid="GPU-0",
     )  # fmt: skip
-    cuda.device_count = lambda: devices
-    cuda.current_device = lambda: 0
-    cuda.get_device_capability = lambda *_, **__: machine.capability
-    cuda.get_device_properties = lambda *_, **__: properties
-    cuda.get_device_name = lambda *_, **__: properties.name
-    cuda.mem_get_info = lambda *_, **__: (_MEMORY, _MEMORY)
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_: None
-    cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_: 0
-    cuda.reset_peak_memory_stats = lambda *_: None
+    answers: dict[str, Any] = {
+        "device_count": devices, "current_device": 0, "get_device_capability": machine.capability, "get_device_properties": properties,
+        "get_device_name": properties.name, "mem_get_info": (_MEMORY, _MEMORY), "set_device": None, "synchronize": None,
+        "empty_cache": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "reset_peak_memory_stats": None,
+        "current_stream": stubs.Stub(), "stream": stubs.Stub(),
+    }  # fmt: skip
+    for name, value in answers.items():  # a function each: torch keeps tables by function
+        setattr(cuda, name, lambda *_, _value=value, **__: _value)
+    for name in ("Stream", "Event", "CUDAGraph"):
+        setattr(cuda, name, type(name, (stubs.Stub,), {}))
     cuda._lazy_init = lambda: None  # what asks for this device is made on `meta`, before any driver is asked
-    cuda.Stream = cuda.Event = cuda.CUDAGraph = stubs.Stub
-    cuda.current_stream = cuda.stream = lambda *_: stubs.Stub()
     torch.version.cuda = "12.9"
     # Compiled code is never run here, and the compiler would look at every function replaced above.
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function

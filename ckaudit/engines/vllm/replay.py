@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,31 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
         return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {_line(error)}")
     plan = planning.fill(plan, story, job.tensors, raw)
-    return msgspec.structs.replace(plan, environment=engine.environment())
+    rows = tuple(_parallel(size, load, job, deadline) for size in job.options.tp)
+    return msgspec.structs.replace(plan, environment=engine.environment(), tp=rows)
+
+
+def _parallel(size: int, load: Callable[[Sequence[TensorSpec], int], Any], job: Job, deadline: float) -> dict[str, Any]:
+    """The row of a tensor-parallel size: whether rank 0 of so many loads, what the release says, and its bytes of parameters."""
+    from ckaudit.engines.vllm import planning
+    from ckaudit.engines.vllm.files import SAFETENSORS
+    from ckaudit.header import DTYPE_BITS
+
+    row: dict[str, Any] = {"size": size, "verdict": "not_judged", "error": None, "bytes_per_rank": None}
+    if time.monotonic() > deadline:
+        return row | {"error": "the budget of time was used up before"}
+    try:
+        seen = load(job.tensors, size)
+    except Exception as error:  # noqa: BLE001  (a size that the release refuses, or cannot build here)
+        refused = isinstance(error, ValueError | AssertionError)
+        return row | {"verdict": "fails" if refused else "not_judged", "error": planning.message(error)}
+    held = [(shape, dtype) for shape, dtype, buffer in seen.layout.values() if not buffer]
+    bits = sum(math.prod(shape) * DTYPE_BITS.get(SAFETENSORS.get(dtype, dtype), 8) for shape, dtype in held)
+    row |= {"bytes_per_rank": bits // 8}
+    if seen.raised is None:
+        return row | {"verdict": "loads"}
+    excused = seen.raised.excuse is not None
+    return row | {"verdict": "not_judged" if excused else "fails", "error": planning.message(seen.raised.error)}
 
 
 def _unusable(job: Job) -> str | None:

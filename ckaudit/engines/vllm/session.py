@@ -43,7 +43,7 @@ class Session:
         )
         for name in ("vllm.engine.arg_utils", "vllm.model_executor.model_loader", "vllm.distributed"):
             importlib.import_module(name)
-        self._group: tuple[int, int] | None = None
+        self._grouped = False
 
     def environment(self) -> dict[str, str]:
         """Versions of what took part, and the pretended machine."""
@@ -71,20 +71,21 @@ class Session:
         return EngineArgs(**args).create_engine_config()
 
     def group(self, config: Any, tp: int, pp: int = 1) -> None:
-        """A process group of this size, of which this process is rank 0 and alone: no port, no peers."""
-        if self._group == (tp, pp):
-            return
+        """A process group of this size, of which this process is rank 0 and alone: no port, no peers.
+
+        Anew for every model: which groups a release makes (for experts, say) depends on the model's config.
+        """
         import torch.distributed as dist
         import vllm.distributed as distributed
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        if self._group is not None:
+        if self._grouped:
             distributed.destroy_model_parallel()
             distributed.destroy_distributed_environment()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(backend="fake", rank=0, world_size=tp * pp, store=FakeStore())
-        self._group = (tp, pp)
+        self._grouped = True
         with self.within(config), _fake_groups():
             distributed.init_distributed_environment(tp * pp, 0, "env://", 0, "fake")
             distributed.initialize_model_parallel(tp, pp)

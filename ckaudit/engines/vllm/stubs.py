@@ -222,7 +222,7 @@ def names() -> list[str]:
 
 def is_stub(value: Any) -> bool:
     """Whether a value is a stub, or was made by one."""
-    return isinstance(value, Stub | StubModule | _AnyMeta)
+    return isinstance(value, (Stub, StubModule, _AnyMeta))
 
 
 def touched(error: BaseException) -> str | None:
@@ -240,10 +240,12 @@ def touched(error: BaseException) -> str | None:
         for name, value in [*frame.f_locals.items(), *((n, frame.f_globals.get(n)) for n in frame.f_code.co_names)]:
             if value is not None and is_stub(value):
                 return f"{name} in {frame.f_globals.get('__name__', '?')} is a stub"
-    return "_AnyMeta" if "AnyMeta" in str(error) or "'Stub'" in str(error) else None
+    return "a stub was computed with" if "AnyMeta" in str(error) or "'Stub'" in str(error) else None
 
 
 _building = False
+_NAMESPACES = ("_C", "_moe_C", "_qutlass_C", "_vllm", "_flashmla", "_rocm_C", "_xpu_C", "vllm")
+"""Where vLLM registers operators; torch's own namespaces keep telling the truth."""
 
 
 def answer_for_compiled_ops() -> None:
@@ -257,7 +259,8 @@ def answer_for_compiled_ops() -> None:
         try:
             return real(self, name)
         except AttributeError:
-            if name.startswith("__") or not (_building or "support" in name):
+            ours = self.name.startswith(_NAMESPACES) and not name.startswith("__")
+            if not ours or not (_building or "support" in name):
                 raise
             return _MissingOp(f"{self.name}::{name}")
 

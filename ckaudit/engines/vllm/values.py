@@ -143,7 +143,10 @@ class Values:
         if id(record) in self._start:
             return self._start[id(record)]
         if record.kind == "tensor" and self._read is not None and record.nbytes <= SMALL:
-            data = self._read(record.name)
+            try:
+                data = self._read(record.name)
+            except OSError as error:
+                raise NoValues(f"{record.name} could not be read ({error})") from error
             self.looked_at[record.name] = None
             if len(data) != record.nbytes:
                 raise NoValues(f"{record.name} could not be read")

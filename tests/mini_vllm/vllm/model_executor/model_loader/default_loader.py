@@ -1,0 +1,18 @@
+import glob
+import os
+
+from .weight_utils import safetensors_weights_iterator
+
+
+class DefaultModelLoader:
+    def __init__(self, load_config):
+        self.load_config = load_config
+
+    def load_weights(self, model, model_config):
+        files = glob.glob(os.path.join(model_config.model, "consolidated*.safetensors"))
+        files = files or glob.glob(os.path.join(model_config.model, "*.safetensors"))
+        loaded = model.load_weights(safetensors_weights_iterator(files))
+        if model_config.quantization is None and loaded is not None:
+            missing = {n for n, _ in model.named_parameters()} - loaded
+            if missing:
+                raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")

@@ -1,0 +1,136 @@
+"""A decoder with fused q, k and v, and variants of it that load in ways that an observer must not misread."""
+
+import torch
+from scipy.optimize import missing_in_every_environment  # noqa: F401  (an import that loading does not need)
+from torch import nn
+
+from vllm.distributed import WORLD
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import WeightsMapper
+
+HIDDEN = 8
+
+
+class Fused(nn.Module):
+    """q, k and v in one parameter; this rank's share of the rows of each."""
+
+    def __init__(self, hidden=HIDDEN):
+        super().__init__()
+        self.rows = hidden // WORLD["tp"]
+        self.weight = nn.Parameter(torch.empty(3 * self.rows, hidden, device="cuda"), requires_grad=False)
+        self.weight.weight_loader = self.weight_loader
+
+    def weight_loader(self, param, loaded_weight, loaded_shard_id=None):
+        start = "qkv".index(loaded_shard_id) * self.rows
+        target = param.data.narrow(0, start, self.rows)
+        loaded_weight = loaded_weight.narrow(0, 0, self.rows)
+        assert target.shape == loaded_weight.shape
+        target.copy_(loaded_weight)
+
+
+class Linear(nn.Module):
+    def __init__(self, out, into):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, into, device="cuda"), requires_grad=False)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.ops._C.some_kernel.default  # noqa: B018  (looked up by a constructor, never run)
+        self.qkv_proj = Fused()
+        self.o_proj = Linear(HIDDEN, HIDDEN)
+        self.register_buffer("k_scale", torch.tensor(1.0))
+        self.register_buffer("inv_freq", torch.arange(4.0, device="cuda"), persistent=False)
+
+
+class MiniForCausalLM(nn.Module):
+    mapper = WeightsMapper(
+        orig_to_new_substr={".rotary_emb.inv_freq": None},
+        orig_to_new_stacked={
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+            ".never": (".ever", 0),
+        },
+        orig_to_new_prefix={"model.": ""},
+    )
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = Linear(16, HIDDEN)
+        self.layers = nn.ModuleList([Layer() for _ in range(config["layers"])])
+
+    def load_weights(self, weights):
+        params = dict(self.named_parameters())
+        loaded = set()
+        for name, weight in self.mapper.apply(weights):
+            if name.endswith(".skipped"):
+                continue
+            param = params[name]
+            if weight.shard_id is not None:
+                param.weight_loader(param, weight, loaded_shard_id=weight.shard_id)
+            else:
+                default_weight_loader(param, weight)
+            loaded.add(name)
+        return loaded
+
+
+class SilentForCausalLM(MiniForCausalLM):
+    """Says nothing of what it loaded, so no start-up check runs."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+
+
+class CascadeForCausalLM(MiniForCausalLM):
+    """Its keys have no dot before them, so that `v_proj` fires on the `qkv_proj` which `k_proj` made."""
+
+    mapper = WeightsMapper(
+        orig_to_new_stacked={s: ("qkv_proj", s[0]) for s in ("q_proj", "k_proj", "v_proj")},
+        orig_to_new_prefix={"model.": ""},
+    )
+
+
+class ModestForCausalLM(MiniForCausalLM):
+    """Loads everything, and does not say so of one parameter."""
+
+    def load_weights(self, weights):
+        return super().load_weights(weights) - {"embed.weight"}
+
+
+class LooksForCausalLM(MiniForCausalLM):
+    """Decides by a value."""
+
+    def load_weights(self, weights):
+        def looked():
+            for name, weight in weights:
+                if name.endswith("o_proj.weight") and weight[0, 0].item() < 0:
+                    raise ValueError("negative")
+                yield name, weight
+
+        return super().load_weights(looked())
+
+
+class StubbedForCausalLM(MiniForCausalLM):
+    """Calls what is not there in the middle of loading."""
+
+    def load_weights(self, weights):
+        from scipy.special import missing
+
+        for _, weight in weights:
+            if weight.numel() < missing:
+                return set()
+        return None
+
+
+class UnbuildableForCausalLM(MiniForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        raise RuntimeError("no kernel for this machine")
+
+
+class EarlyForCausalLM(MiniForCausalLM):
+    def load_weights(self, weights):
+        raise ImportError("a package is missing")

@@ -1,0 +1,5 @@
+from .interface import Platform
+
+
+class CpuPlatform(Platform):
+    device_type = "cpu"
