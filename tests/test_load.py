@@ -148,6 +148,56 @@ def loading_module_key() -> Any:
     return dot_natural_key
 
 
+DIFFUSION: dict[str, dict[str, Any]] = {
+    "DiTTransformer2DModel": {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "norm_num_groups": 4},
+    "SD3Transformer2DModel": {
+        "sample_size": 16, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 32,
+        "caption_projection_dim": 16, "pooled_projection_dim": 16, "in_channels": 4, "pos_embed_max_size": 16,
+    },
+    "FluxTransformer2DModel": {
+        "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+        "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": [4, 4, 8], "guidance_embeds": True,
+    },
+    "PixArtTransformer2DModel": {
+        "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 16, "cross_attention_dim": 16,
+        "caption_channels": 24, "norm_num_groups": 4, "in_channels": 4, "use_additional_conditions": False,
+    },
+    "WanTransformer3DModel": {
+        "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16,
+        "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32,
+    },
+    "UNet2DConditionModel": {
+        "sample_size": 16, "block_out_channels": [16, 32], "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "layers_per_block": 1, "cross_attention_dim": 16, "attention_head_dim": 4,
+        "norm_num_groups": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # diffusers warns of its own future
+@pytest.mark.parametrize("kind", DIFFUSION)
+def test_a_diffusion_model_loads_and_runs_on_latents(kind: str, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = getattr(diffusers, kind)(**DIFFUSION[kind])
+    for parameter in model.parameters():  # as if trained: the last projections start at zero
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(tmp_path)
+    result = run(tmp_path)
+    assert result.error is None
+    assert (result.load["engine"], result.load["class"], result.load["missing"]) == ("diffusers", kind, [])
+    assert result.forward is not None
+    assert [(r["kind"], r["status"], r["finite"]) for r in result.forward["runs"]] == [("latent", "ran", True)]
+    assert result.findings == ()
+    name = next(n for n, p in model.named_parameters() if p.dim() > 1)
+    weights = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors[name].flatten()[3] = math.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert checks(run(tmp_path))["CK501"] == (name,)
+
+
 # --- faults in values
 
 

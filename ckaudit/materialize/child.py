@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -52,14 +53,17 @@ def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, 
         import torch
         import transformers
 
-        from ckaudit.materialize import forward, loading
+        from ckaudit.materialize import diffusion, forward, loading
         from ckaudit.materialize.classes import pick
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     section["release"] = transformers.__version__
     device = _device(torch, job)
+    latent = diffusion.applies(job.folder)
     with watch.stage("config"):
-        cls, config = pick(job.folder, job.options)
+        cls, config = (diffusion.pick(job.folder), None) if latent else pick(job.folder, job.options)
+    if latent:
+        section |= {"engine": "diffusers", "release": version("diffusers")}
     needed = loading.expected_memory(job, config)
     section |= {
         "class": cls.__name__,
@@ -69,7 +73,7 @@ def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, 
     watch.emit(Event(load=section))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    loaded = loading.load(job, cls, config, needed, watch)
+    loaded = diffusion.load(job, cls, watch) if latent else loading.load(job, cls, config, needed, watch)
     section |= _measured(torch, device, loaded, watch)
     told["observed"] = loaded.observed
     watch.emit(Event(load=section, observed=loaded.observed))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ckaudit.materialize import processed
+from ckaudit.materialize import diffusion, processed
+from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.probe import Probe, tensors_in
 from ckaudit.materialize.recipes import Recipes, Tensors, place
@@ -22,7 +23,11 @@ _TEXT_KEYS = ("input_ids", "attention_mask", "decoder_input_ids")
 def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The `forward` section. `told` gets it after every pass, so that a crash in one does not take the others with it."""
     options = job.options
-    recipes = Recipes(model, max(options.tokens, 64), options.seed)
+    recipes: Recipes | LatentRecipes
+    if diffusion.applies(job.folder):
+        recipes = diffusion.LatentRecipes(model, options.seed)
+    else:
+        recipes = Recipes(model, max(options.tokens, 64), options.seed)
     section: dict[str, Any] = {
         "status": "complete",
         "attention": options.attention,
@@ -44,7 +49,7 @@ def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]],
     return section
 
 
-def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes) -> dict[str, Any]:
+def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> dict[str, Any]:
     """One pass. The first way of making an input that the model accepts, and looks at, is the one that counts."""
     failures: list[str] = []
     ignored: list[str] = []
@@ -70,14 +75,14 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes) -> dict[str, Any
             "status": "ignored",
             "ignored_from": ignored,
         }
-    if raised and kind == "text":
+    if raised and kind in ("text", "latent"):
         return _not_run(kind, raised) | {"status": "raised"}
     return _not_run(kind, "; ".join(failures) or "no way to make such an input")
 
 
-def _ways(job: LoadJob, kind: str, recipes: Recipes) -> Iterator[tuple[str, Callable[[], Tensors]]]:
+def _ways(job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> Iterator[tuple[str, Callable[[], Tensors]]]:
     options = job.options
-    if processed.has_processor(job.folder):
+    if kind != "latent" and processed.has_processor(job.folder):
         length = max(options.tokens, 64)
         yield (
             "processor",

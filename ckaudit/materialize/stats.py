@@ -92,7 +92,7 @@ def _row(tensor: TensorStats) -> dict[str, Any]:
 
 def _pyarrow() -> tuple[Any, Any]:
     try:
-        import pyarrow  # type: ignore[import-not-found,unused-ignore]
+        import pyarrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(
