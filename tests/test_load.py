@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ckaudit.checkpoint import Checkpoint, read_checkpoint  # noqa: E402
 from ckaudit.checks import behaviour, values  # noqa: E402
 from ckaudit.errors import CkauditError, UsageError  # noqa: E402
-from ckaudit.materialize import LoadOptions, LoadResult, child, host, load, needed_files  # noqa: E402
+from ckaudit.materialize import LoadOptions, LoadResult, child, host, load, needed_files, processed  # noqa: E402
 from ckaudit.materialize import loading as loading_module  # noqa: E402
 from ckaudit.materialize.estimate import estimate, require  # noqa: E402
 from ckaudit.materialize.job import Event  # noqa: E402
@@ -296,6 +296,32 @@ def test_nan_in_the_vision_tower_is_found_by_the_pictures(tmp_path: Path) -> Non
     assert checks(result)["CK501"] == (name,)
     assert result.forward is not None
     assert {r["kind"]: r["finite"] for r in result.forward["runs"]} == {"text": True, "image": False, "video": False}
+
+
+def test_the_repos_own_tokenizer_and_chat_template_make_the_text(llama: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<user>", *processed._SENTENCE.replace(".", " .").replace(",", " ,").split()]
+    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", additional_special_tokens=["<user>"])
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(copied(llama, tmp_path))
+    result = run(tmp_path)
+    assert result.forward is not None
+    (one,) = result.forward["runs"]
+    assert (one["status"], one["inputs_from"]) == ("ran", "processor")
+    assert one["inputs"]["input_ids"][1] >= 64
+    made = processed.make(str(tmp_path), "text", 64, 0, trust_remote_code=False)
+    assert made["input_ids"][0, 0] == tokenizer.convert_tokens_to_ids("<user>")  # the template was applied
+
+
+def test_a_tokenizer_that_cannot_be_read_is_no_fault_of_the_weights(llama: Path, tmp_path: Path) -> None:
+    (copied(llama, tmp_path) / "tokenizer.json").write_text("not json")
+    result = run(tmp_path)
+    assert result.forward is not None
+    assert [(r["status"], r["inputs_from"]) for r in result.forward["runs"]] == [("ran", "config")]
 
 
 def test_a_kind_that_the_model_does_not_take_is_not_passed(llama: Path) -> None:
