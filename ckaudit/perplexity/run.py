@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ckaudit import __version__
 from ckaudit.errors import EngineError, UsageError
 from ckaudit.perplexity import data, faults, references
 from ckaudit.perplexity.compare import compare
@@ -182,7 +183,7 @@ def make(
 
 def versions() -> dict[str, str]:
     """Releases that the number depends on."""
-    return {name: version(name) for name in ("torch", "transformers", "ckaudit")}
+    return {"ckaudit": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
 def save_reference(path: Path, name: str, outcome: Outcome, options: PplOptions) -> None:
