@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The torch to set up with, such as torch==2.13.0; by default what the package's own range picks.
+TORCH ?=
 
 .PHONY: audit test lint format docs clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
 	touch $@
 
 audit: $(VENV)/ready
