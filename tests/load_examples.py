@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckaudit.checks import behaviour, values
-from ckaudit.checks.values import Observed, TensorStats
+from ckaudit.checks.observed import Observed, TensorStats
 from ckaudit.findings import Finding, Report, ordered
 from ckaudit.pipeline import describe
 from ckaudit.report.terminal import render

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckaudit.checks.values import Observed, TensorStats, candidates, run
+from ckaudit.checks.observed import Observed, TensorStats, candidates
+from ckaudit.checks.values import run
 
 
 def stats(name: str, shape: tuple[int, ...] = (64, 64), **fields: Any) -> TensorStats:
@@ -60,7 +61,14 @@ def test_nan_in_a_mask_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.3.self_attn.q_proj.weight", "lm_head.weight", "model.layers.0.mlp.experts.gate_up_proj"]
+    "name",
+    [
+        "model.layers.3.self_attn.q_proj.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "sam.mask_decoder.layers.0.q_proj.weight",
+        "rotary.index.weight",
+    ],
 )
 def test_an_all_zero_matrix(name: str) -> None:
     assert found(zeros(name)) == {"CK502": (name,)}

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from ckaudit.checks.values import TensorStats  # noqa: E402
+from ckaudit.checks.observed import TensorStats  # noqa: E402
 from ckaudit.errors import UsageError  # noqa: E402
 from ckaudit.materialize import stats as tables  # noqa: E402
 from ckaudit.materialize import values  # noqa: E402

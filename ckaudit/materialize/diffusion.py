@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckaudit.checks.values import Observed
+from ckaudit.checks.observed import Observed
 from ckaudit.errors import EngineError
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.job import LoadJob

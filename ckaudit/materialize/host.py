@@ -17,7 +17,7 @@ import msgspec
 
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import behaviour, values
-from ckaudit.checks.values import Observed
+from ckaudit.checks.observed import Observed
 from ckaudit.engines.host import worker_env
 from ckaudit.errors import UsageError
 from ckaudit.materialize.files import chosen_shards, explicit_weights

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckaudit.checks.values import Observed
+from ckaudit.checks.observed import Observed
 from ckaudit.findings import Finding, Skip
 from ckaudit.materialize.layout import Stored
 

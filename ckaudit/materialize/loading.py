@@ -14,7 +14,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from ckaudit.checks.values import Observed, TensorStats, candidates
+from ckaudit.checks.observed import Observed, TensorStats, candidates
 from ckaudit.errors import CkauditError
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.classes import first_value, sub_configs
@@ -31,6 +31,8 @@ from ckaudit.materialize.watch import Watch
 _DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 _COLD = 0.5
 """Share of the files in the page cache below which reading is a matter of the disk."""
+_AHEAD = 512 << 20
+"""Bytes that run ahead of a loader that casts, at least."""
 _SWITCH = 5e-4
 """Seconds. Reader threads need the interpreter for moments only, and must get it while the loader computes."""
 
@@ -65,26 +67,9 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
         device = torch.device("cuda", torch.cuda.current_device())
     with watch.stage("plan"), _nimble():
         layout = _plan(job, config, device)
-    scan, files = None, MappedFiles(job.files)
-    if job.options.values:
-        scan = Scan(layout, device)
-    ready = scan.ready if scan else None
-    source: DeviceStream | HostMap
-    if device.type == "cpu":
-        source = HostMap(layout, files, ready=ready, moved=watch.moved)
-    else:
-        ahead = max(512 << 20, layout.nbytes // 20) if needed.casts else UNBOUNDED
-        access = _access(job)
-        source = DeviceStream(
-            layout,
-            job.files,
-            device,
-            readers=job.options.readers,
-            access=access,
-            ahead=ahead,
-            ready=ready,
-            moved=watch.moved,
-        )
+    files = MappedFiles(job.files)
+    scan = Scan(layout, device) if job.options.values else None
+    source = _source(job, layout, device, files, scan, needed, watch)
     taken: dict[str, list[str]] = defaultdict(list)
     with source, _nimble():
         with watch.stage("load"), handed_over(layout, job.files, job.tensors, source, files.read), _sources(taken):
@@ -108,6 +93,32 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
         engine="transformers",
     )
     return Loaded(model, info, observed, layout)
+
+
+def _source(
+    job: LoadJob,
+    layout: Layout,
+    device: torch.device,
+    files: MappedFiles,
+    scan: Scan | None,
+    needed: Estimate,
+    watch: Watch,
+) -> DeviceStream | HostMap:
+    """Where the loader gets its tensors from: the files' own pages on a CPU, a stream to any other device."""
+    ready = scan.ready if scan else None
+    if device.type == "cpu":
+        return HostMap(layout, files, ready=ready, moved=watch.moved)
+    return DeviceStream(
+        layout,
+        job.files,
+        device,
+        readers=job.options.readers,
+        access=_access(job),
+        # Where tensors are cast, both forms of all that runs ahead are in memory.
+        ahead=max(_AHEAD, layout.nbytes // 20) if needed.casts else UNBOUNDED,
+        ready=ready,
+        moved=watch.moved,
+    )
 
 
 def _spread(job: LoadJob, cls: Any, config: Any, watch: Watch) -> Loaded:

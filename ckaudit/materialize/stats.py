@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.checks.values import TensorStats
+from ckaudit.checks.observed import TensorStats
 from ckaudit.errors import UsageError
 from ckaudit.naming import natural_key
 

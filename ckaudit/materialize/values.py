@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckaudit.checks.values import TensorStats
+from ckaudit.checks.observed import TensorStats
 from ckaudit.materialize.dtypes import DTYPE_NAMES, torch_dtype
 from ckaudit.materialize.layout import Arena, Layout, Stored
 

@@ -1,0 +1,93 @@
+"""What a load saw: statistics of every tensor, and what they say together. Types, and which tensors count as weight matrices."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
+
+import msgspec
+
+
+class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pass over a tensor's elements found. `low`, `high`, `mean` and `std` are over finite elements."""
+
+    name: str
+    dtype: str
+    """A safetensors dtype name. Packed elements (F4) are decoded; scales that belong to them are tensors of their own."""
+    shape: tuple[int, ...]
+    count: int
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+    kurtosis: float | None = None
+    """The 4th standardised moment (3 for a normal distribution); None where it says nothing."""
+    digest: int = 0
+    """Equal for equal bytes; different bytes rarely share it."""
+
+    @property
+    def absmax(self) -> float:
+        """The largest magnitude of a finite element."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether every element is zero."""
+        return self.count > 0 and self.zeros == self.count
+
+    @property
+    def constant(self) -> bool:
+        """Whether every element has one value."""
+        return self.count > 1 and not self.nan and not self.inf and self.low == self.high
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load saw of a checkpoint and of the model made from it."""
+
+    stats: tuple[TensorStats, ...]
+    never_written: tuple[str, ...] = ()
+    """Parameters that kept what the model was initialised with, none of them by design."""
+    initializer_range: float | None = None
+    """The deviation that the config initialises weights with."""
+    equal: tuple[tuple[str, ...], ...] = ()
+    """Groups of tensors whose bytes are the same, compared byte by byte."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of checkpoint tensors that the model holds as one parameter."""
+    tie_differs: tuple[tuple[str, str], ...] = ()
+    """Pairs that the config ties and the checkpoint stores with different values."""
+    engine: str | None = None
+
+
+# Buffers that a model computes, masks, and the decay of state space models, which starts alike in every layer: their values are not
+# weights, and -Inf is what a mask is made of.
+_BUFFER = re.compile(
+    r"(^|_)(masked_bias|mask|position_ids|inv_freq|rotary|freqs|cos|sin|index|running_mean|running_var|num_batches_tracked|mel_filters"
+    r"|window|g_idx|A_log)(_|$)"
+)
+# What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
+_COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
+
+
+def is_matrix(tensor: TensorStats) -> bool:
+    """Whether a tensor is a weight matrix: two dimensions of more than one element, and neither a bias, a scale, a mask nor a buffer."""
+    return sum(d > 1 for d in tensor.shape) >= 2 and not is_buffer(tensor.name) and not _COMPANION.search(tensor.name)
+
+
+@lru_cache(maxsize=1 << 16)
+def is_buffer(name: str) -> bool:
+    """Whether the last part of a name says that the model computes it."""
+    return _BUFFER.search(name.rpartition(".")[2]) is not None
+
+
+def candidates(stats: Iterable[TensorStats]) -> list[list[TensorStats]]:
+    """Groups of weight matrices that may hold the same bytes: to be compared byte by byte."""
+    groups: dict[tuple[str, tuple[int, ...], int], list[TensorStats]] = defaultdict(list)
+    for tensor in stats:
+        groups[tensor.dtype, tensor.shape, tensor.digest].append(tensor)
+    alike = ([t for t in group if is_matrix(t) and not t.constant] for group in groups.values() if len(group) > 1)
+    return [group for group in alike if len(group) > 1]
