@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.engines import Engine, EngineOptions, select
-from ckaudit.findings import FailOn, Report, Skip, Target, ordered
+from ckaudit.findings import FailOn, Finding, Report, Skip, Target, ordered
 from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.scores import PplOptions
@@ -22,6 +22,9 @@ from ckaudit.suppressions import apply as suppress
 
 if TYPE_CHECKING:
     from ckaudit.perplexity.run import Repo
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 SIDE_BY_SIDE = 4
 """Engines that run at once; each is a process that may hold a few GB."""
@@ -75,7 +78,8 @@ def audit(
     checkpoint = read_checkpoint(source, progress=progress, code=trust_remote_code, jobs=jobs)
     chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
     plans = _side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
-    findings, skips = checks.run(checkpoint, plans)
+    findings, skips = checks.run(checkpoint, plans, tp)
+    plans = _refused(plans, findings)
     sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
     if suppressions is not None:
         findings, unused = suppress(findings, suppressions, checkpoint.name, sizes)
@@ -128,6 +132,49 @@ def measure(
     )
 
 
+def diff(
+    source: str,
+    target: str,
+    *,
+    roundtrip: bool = False,
+    jobs: int = 16,
+    offline: bool = False,
+    fail_on: FailOn = "error",
+    allow_not_judged: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """What the checkpoint `target` has otherwise than its `source`, told from both headers: the report's `diff` section.
+
+    Either is a target as for `audit`; two revisions of one repo are `org/name@one` and `org/name@other`. Differences that a rule
+    explains (a rename, a layout, a cast, a tied head …) are in the section alone, every other one is a finding too; with `roundtrip`
+    every one is. Raises SourceError for a target that cannot be read.
+    """
+    from ckaudit.checks import differences
+    from ckaudit.diff import compare
+
+    progress = progress or NullProgress()
+    a, b = _side_by_side(
+        (source, target),
+        lambda t: read_checkpoint(
+            open_source(t, jobs=jobs, offline=offline, progress=progress), progress=progress, jobs=jobs
+        ),
+    )
+    empty = [Skip("diff", f"{side}: {c.unaudited}") for side, c in (("A", a), ("B", b)) if c.unaudited is not None]
+    found = None if empty else compare(a, b, roundtrip=roundtrip)
+    findings, skips = differences.run(found) if found is not None else ((), ())
+    return Report(
+        target=describe(b),
+        source=describe(a),
+        plans=(),
+        diff=found,
+        findings=ordered(findings, ()),
+        skips=(*empty, *skips),
+        sizes={t.name: t.nbytes or 0 for c in (a, b) for t in c.tensors.values()},
+        fail_on=fail_on,
+        allow_not_judged=allow_not_judged,
+    )
+
+
 def _whole(target: str, code: bool, jobs: int, offline: bool, progress: Progress) -> tuple[Checkpoint, Repo]:
     """The target with its files on this machine."""
     from ckaudit.perplexity.run import Repo
@@ -163,6 +210,22 @@ def describe(checkpoint: Checkpoint) -> Target:
     )
 
 
+def _refused(plans: tuple[Plan, ...], findings: Iterable[Finding]) -> tuple[Plan, ...]:
+    """The plans, failing where files are such that no engine gets to see a name: what would raise decides the verdict."""
+    from ckaudit.checks.container import INCOMPLETE, UNREADABLE
+
+    errors = [f for f in findings if f.severity == "error" and f.engine is None]
+    told = []
+    for plan in plans:
+        refuses = UNREADABLE if plan.engine == "vllm" else UNREADABLE | INCOMPLETE
+        worst = next((f for f in errors if f.check in refuses), None)
+        if worst is not None and plan.error is None and plan.not_judged is None:
+            said = f"the files are refused before any name is looked at: {worst.check} {worst.title}"
+            plan = msgspec.structs.replace(plan, error=said)
+        told.append(plan)
+    return tuple(told)
+
+
 def _selected(specs: Sequence[str | Engine]) -> tuple[Engine, ...]:
     """The engines that `specs` name, each once."""
     found = [e for spec in specs for e in (select(spec) if isinstance(spec, str) else (spec,))]
@@ -181,30 +244,30 @@ def _default(checkpoint: Checkpoint) -> tuple[tuple[Engine, ...], tuple[Skip, ..
     return select("transformers"), (Skip(check="rules", engine="vllm", reason=reason),)
 
 
-def _side_by_side(engines: Sequence[Engine], run: Callable[[Engine], Plan]) -> tuple[Plan, ...]:
-    """The plan of each engine, in their order, a few engines at a time. Raises the first engine's error, if one raised.
+def _side_by_side(items: Sequence[T], run: Callable[[T], R]) -> tuple[R, ...]:
+    """What `run` makes of each item, in their order, a few at a time. Raises the first item's error, if one raised.
 
     Daemon threads: an interrupt must end the program without waiting for the workers that they talk to.
     """
-    done: dict[int, Plan | BaseException] = {}
+    done: dict[int, R | BaseException] = {}
     slots = threading.Semaphore(SIDE_BY_SIDE)
 
     def work(place: int) -> None:
         with slots:
             try:
-                done[place] = run(engines[place])
+                done[place] = run(items[place])
             except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
                 done[place] = error
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(engines))]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(items))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    plans: list[Plan] = []
-    for place in range(len(engines)):
+    results: list[R] = []
+    for place in range(len(items)):
         result = done[place]
         if isinstance(result, BaseException):
             raise result
-        plans.append(result)
-    return tuple(plans)
+        results.append(result)
+    return tuple(results)
