@@ -19,7 +19,7 @@ from tests.test_checks_companions import LINEARS, SCHEMES, W, config, quantised
 from tests.test_checks_layout import experts
 from tests.test_checks_rewrites import BARE, DOTTED, QKV, mapped
 from tests.test_checks_tensors import SIZES, bf16, shapes
-from tests.toy import CONFIG, checkpoint, llama, plan
+from tests.toy import CONFIG, checkpoint, llama, plan, sized
 
 PAGES = Path(__file__).parent.parent / "docs" / "checks"
 LLAMA = llama()
@@ -31,7 +31,7 @@ Case = tuple[Checkpoint, *tuple[Plan, ...]]
 def example(check: str) -> str:
     """The finding of `check` in its case, as the terminal shows it."""
     source, *plans = globals()[check.lower()]()
-    found = [f for f in checks.run(source, plans)[0] if f.check == check][:1]
+    found = [f for f in checks.run(source, plans, tp=(2, 4, 8))[0] if f.check == check][:1]
     sizes = {n: t.nbytes for n, t in source.tensors.items() if t.nbytes}
     report = Report(
         target=describe(source), plans=tuple(plans), findings=ordered(found, [p.id for p in plans]), sizes=sizes
@@ -220,6 +220,22 @@ def ck307() -> Case:
     )
 
 
+def ck308() -> Case:
+    method, leaves = SCHEMES["packed"]
+    tensors = {n: spec for n, spec in quantised(leaves).items() if not n.startswith(LINEARS[-1])}
+    return (checkpoint(tensors | {f"{LINEARS[-1]}.weight": W}, config(method)),)
+
+
+def ck309() -> Case:
+    # the sizes of Qwen2.5-VL-72B-Instruct-AWQ, two of its layers
+    sizes: dict[str, tuple[str, list[int]]] = {
+        "qweight": ("I32", [29568, 1024]), "qzeros": ("I32", [231, 1024]), "scales": ("F16", [231, 8192]),
+    }  # fmt: skip
+    tensors = {f"model.layers.{i}.mlp.down_proj.{leaf}": spec for i in range(2) for leaf, spec in sizes.items()}
+    method = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    return (sized(tensors, CONFIG | {"quantization_config": method}),)
+
+
 def ck401() -> Case:
     source = checkpoint(bf16(shapes(vocab=30)), CONFIG | SIZES)
     return source, transformers(source, shapes())
@@ -254,7 +270,7 @@ CASES = sorted(name.upper() for name in globals() if re.fullmatch(r"ck[0-9]{3}",
 
 def renewed(page: str, check: str) -> str:
     """`page` with its example as the program prints it now."""
-    return re.sub(r"(## Example\n\n```\n).*?(\n```\n)\Z", lambda m: m[1] + example(check) + m[2], page, flags=re.DOTALL)
+    return re.sub(r"(## Example\n\n```\n).*?```\n\Z", lambda m: f"{m[1]}{example(check)}\n```\n", page, flags=re.DOTALL)
 
 
 def pages() -> Iterator[tuple[str, Path]]:

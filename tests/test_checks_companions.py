@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from ckaudit.checkpoint import Checkpoint
+from ckaudit.findings import Finding
 from ckaudit.plan import Failure
 from tests.toy import CONFIG, checkpoint, findings, only, plan, told
 
@@ -75,14 +77,19 @@ def config(method: dict[str, object]) -> dict[str, object]:
     )
 
 
+def judged(source: Checkpoint) -> list[Finding]:
+    """The findings apart from what headers cannot tell of every NVFP4 checkpoint."""
+    return [f for f in findings(source) if f.check != "CK306"]
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 class TestEveryScheme:
     def test_whole_and_declared_is_clean(self, name: str) -> None:
         method, leaves = SCHEMES[name]
-        assert findings(checkpoint(quantised(leaves), config(method))) == []
+        assert judged(checkpoint(quantised(leaves), config(method))) == []
 
     def test_undeclared_is_told_once(self, name: str) -> None:
-        finding = only(checkpoint(quantised(SCHEMES[name][1])))
+        (finding,) = judged(checkpoint(quantised(SCHEMES[name][1])))
         assert (finding.check, finding.severity, finding.blame) == ("CK305", "error", "config")
         assert finding.count == len(LINEARS) * len(SCHEMES[name][1])
 
@@ -90,7 +97,7 @@ class TestEveryScheme:
         method, leaves = SCHEMES[name]
         optional = {"input_scale", "input_global_scale", "output_scale", "weight_format"}
         for leaf in leaves.keys() - optional - {"weight", "qweight", "weight_packed", "weight._data"}:
-            finding = only(checkpoint(quantised(leaves, leaf, LINEARS[3]), config(method)))
+            (finding,) = judged(checkpoint(quantised(leaves, leaf, LINEARS[3]), config(method)))
             assert (finding.check, finding.severity, finding.blame, finding.count) == (
                 "CK304",
                 "error",

@@ -101,7 +101,7 @@ class TestSilent:
 
     def test_a_dropped_head_bias_is_a_loss(self) -> None:
         source = checkpoint([*LLAMA, "lm_head.bias"])
-        assert told(source, self.silent(["lm_head.bias"], "dropped")) == [("CK206", "error", "checkpoint", 1)]
+        assert told(source, self.silent(["lm_head.bias"], "dropped")) == [("CK206", "error", "engine", 1)]
 
     def test_a_bias_that_a_quantiser_added_is_a_warning(self) -> None:
         extra = ["h.0.fc.bias"]

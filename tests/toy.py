@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ckaudit import checks
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.findings import Finding
 from ckaudit.plan import Mismatch, NameFate, Parameter, Plan, Step
-from tests.helpers import DictSource, checkpoint_files
+from tests.helpers import DictSource, checkpoint_files, data_size, header
 
 Entries = Mapping[str, tuple[str, list[int]]]
 CONFIG = {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
@@ -45,6 +46,13 @@ def checkpoint(
     if config is None:
         del data["config.json"]
     return read_checkpoint(DictSource(data | dict(files or {})))
+
+
+def sized(tensors: Entries, config: Mapping[str, Any] = CONFIG) -> Checkpoint:
+    """One file of these sizes whose data is never made: for tensors as large as real ones."""
+    head = header(tensors, {"format": "pt"})
+    files = {"model.safetensors": head, "config.json": json.dumps(dict(config)).encode()}
+    return read_checkpoint(DictSource(files, sizes={"model.safetensors": len(head) + data_size(tensors)}))
 
 
 def plan(

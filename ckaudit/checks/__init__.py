@@ -19,8 +19,10 @@ from ckaudit.checks import (
     companions,
     config,
     container,
+    coverage,
     layout,
     names,
+    parallel,
     perplexity,
     prefixes,
     quantisation,
@@ -41,7 +43,7 @@ CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
-            *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS,
+            *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
         ),
         key=lambda c: c.id,
@@ -51,8 +53,8 @@ CHECKS: tuple[Check, ...] = tuple(
 
 ON_FILES: tuple[OnFiles, ...] = (
     config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, layout.draft,
-    ties.ties, companions.companions, companions.schemes, quantisation.ignore_list,
-    tensors.saved_dtype, tensors.square_experts, tensors.fused_rows,
+    ties.ties, companions.companions, companions.schemes, quantisation.ignore_list, coverage.plain,
+    tensors.saved_dtype, tensors.square_experts, tensors.fused_rows, tensors.global_scales,
 )  # fmt: skip
 """What can be told from names, shapes and config alone."""
 
@@ -63,14 +65,15 @@ WITHOUT_ENGINE: tuple[OnFiles, ...] = (
 
 EXPLAIN: tuple[Explain, ...] = (
     # what the engine's own rules did
-    rewrites.spoiled, rewrites.never_fires,
+    rewrites.spoiled, rewrites.never_fires, names.collisions,
     # what was found on the files explains what is lost here
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
     # one cause for many names
-    companions.mlx_only, classes.wrong_class, prefixes.wrong_prefix, tensors.shapes, tensors.casts, companions.unquantised_here,
-    layout.experts_otherwise, config.layers_too_many, layout.layers_lost, classes.whole_parts, ties.head_lost,
+    companions.mlx_only, companions.unquantised_modules, classes.wrong_class, prefixes.wrong_prefix, tensors.shapes, tensors.casts,
+    companions.unquantised_here, coverage.quantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
+    classes.whole_parts, ties.head_lost,
     # one finding for what is left, kind by kind
-    names.collisions, names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
+    names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,
     # what costs nothing here
     prefixes.accepted, layout.draft_left_out, names.claims, config.newer, tensors.unchecked,
@@ -84,19 +87,25 @@ _NEEDS_ENGINE = ("CK203", "CK204", "CK301")
 """The checks that a plan without a verdict leaves open, as far as a reader must know."""
 
 
-def run(checkpoint: Checkpoint, plans: Sequence[Plan]) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
-    """Everything that is wrong with `checkpoint`, by itself and for each engine of `plans`, and what could not be judged."""
+def run(
+    checkpoint: Checkpoint, plans: Sequence[Plan], tp: Sequence[int] = ()
+) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """Everything that is wrong with `checkpoint`, by itself and for each engine of `plans`, and what could not be judged.
+
+    `tp` are numbers of tensor-parallel ranks that it is to be served over.
+    """
     container_findings, skips = container.run(checkpoint)
     facts = Facts(checkpoint)
     judged = [p for p in plans if p.not_judged is None]
     suspected = [f for check in (ON_FILES if judged else (*ON_FILES, *WITHOUT_ENGINE)) for f in check(facts)]
+    suspected += parallel.splits(facts, tp)
     found: list[Finding] = []
     for plan in judged:
         case = Case(facts, plan, judged, (*container_findings, *suspected))
         for explain in EXPLAIN:
             case.found += explain(case)
         found += case.found
-    standing = [f for f in suspected if not _refuted(f, judged)]
+    standing = [f for f in suspected if not _refuted(f, judged) and not _surpassed(f, found)]
     return (*container_findings, *standing, *_shared(found, judged)), (*skips, *_skips(facts, plans))
 
 
@@ -127,6 +136,16 @@ modules from their checks, and a weight without its scale loads."""
 
 def _refuted(finding: Finding, judged: Sequence[Plan]) -> bool:
     return finding.check in _REFUTABLE and any(p.verdict == "loads" for p in judged)
+
+
+def _surpassed(finding: Finding, found: Sequence[Finding]) -> bool:
+    """Whether an engine trips over what is only a warning from the files: then that is told, with the engine."""
+    return finding.severity != "error" and any(
+        f.check == finding.check
+        and f.severity == "error"
+        and {n.removesuffix(".weight") for n in f.names} >= {n.removesuffix(".weight") for n in finding.names}
+        for f in found
+    )
 
 
 def _skips(facts: Facts, plans: Sequence[Plan]) -> Iterator[Skip]:

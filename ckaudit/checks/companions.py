@@ -70,7 +70,7 @@ _ORPHANS = re.compile(
 _BASES = ("weight", "qweight", "weight_packed", "_blocks", "_packed", "")
 FULL = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 _KV = re.compile(r"(^|\.)(k_scale|v_scale|q_scale|kv_scale|prob_scale|output_scale|kv_cache_scaling_factor)$")
-_TAIL = re.compile(
+TAIL = re.compile(
     r"(^|\.|_)(qweight|qzeros|scales|g_idx|biases|weight_packed|weight_scale(_inv|_2)?|weight_shape|weight_zero_point|weight_global_scale"
     r"|input_scale|input_global_scale|weight_g_idx|SCB|weight_format|scale_inv|blocks|weight\.[a-z_]+(\..*)?|_data|_scale)$"
 )
@@ -97,7 +97,7 @@ def recognised(facts: Facts) -> dict[Scheme, dict[frozenset[str], list[str]]]:
 def _may_be_quantised(facts: Facts) -> bool:
     """A quick look: whether any name reads like a companion, or any dtype is one that weights are quantised to."""
     dtypes = {t.dtype for t in facts.checkpoint.tensors.values()}
-    return any(d is not None and d not in FULL for d in dtypes) or any(_TAIL.search(text) for text in facts.shapes)
+    return any(d is not None and d not in FULL for d in dtypes) or any(TAIL.search(text) for text in facts.shapes)
 
 
 def companions(facts: Facts) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def companions(facts: Facts) -> Iterator[Finding]:
     ]
     if orphans:
         yield on_files(
-            facts, COMPANION, f"{len(orphans)} scales or indices have no weight beside them: {_listed(orphans)}.", orphans,
+            facts, COMPANION, f"{len(orphans)} scales or indices have no weight beside them: {listed(orphans)}.", orphans,
             mend="Take the weights from the source of this checkpoint, or the companions out.",
             wanted="a weight", found=printable(orphans[0]),
         )  # fmt: skip
@@ -146,7 +146,7 @@ def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Findi
     shown = leaf.rstrip("*")
     names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
     return on_files(
-        facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {_listed(names)}.", names,
+        facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {listed(names)}.", names,
         mend="Take the tensors from the source of this checkpoint, or quantise it again.", wanted=shown, found="nothing stored",
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def mlx_only(case: Case) -> Iterator[Finding]:
     modules = [
         m for s, kinds in recognised(case.facts).items() if s.name == "MLX" for group in kinds.values() for m in group
     ]
-    lost = case.plan.error is not None or any(_TAIL.search(n) for n in case.strays)
+    lost = case.plan.error is not None or any(TAIL.search(n) for n in case.strays)
     if modules and lost and case.plan.engine != "mlx":
         yield case.finding(
             SCHEME, f"{len(modules)} modules are quantised by MLX, in a format that {case.plan.id} does not read.",
@@ -217,14 +217,26 @@ def mlx_only(case: Case) -> Iterator[Finding]:
 _OTHER_ENGINE = "Use an engine that reads this scheme for these modules, or the checkpoint that was quantised."
 
 
+def unquantised_modules(case: Case) -> Iterator[Finding]:
+    """The same as `unquantised_here`, only of modules that the engine has under the looked-up name: no rename could mend those."""
+    built = {split(p.name)[0] for p in case.plan.parameters} if any(TAIL.search(n) for n in case.strays) else set()
+    return (
+        _unquantised(case, {n for n, f in case.strays.items() if split(f.into or n)[0] in built}) if built else iter(())
+    )
+
+
 def unquantised_here(case: Case) -> Iterator[Finding]:
     """Strays that belong to a quantised weight: this engine builds those modules unquantised, or knows no such companions."""
+    return _unquantised(case, set(case.strays))
+
+
+def _unquantised(case: Case, among: set[str]) -> Iterator[Finding]:
     told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}
-    strays = [n for n in case.strays if _TAIL.search(n) or n in told]
-    cache = [n for n in case.strays if _KV.search(n)]
+    strays = [n for n in case.strays if n in among and (TAIL.search(n) or n in told)]
+    cache = [n for n in case.strays if n in among and _KV.search(n)]
     if cache:
         yield case.finding(
-            SCHEME, f"{len(cache)} scales of the KV cache are left out; a quantised cache then uses 1.0: {_listed(cache)}.", names=cache,
+            SCHEME, f"{len(cache)} scales of the KV cache are left out; a quantised cache then uses 1.0: {listed(cache)}.", names=cache,
             severity="warning", mend="Load with the KV cache in its full dtype, or use an engine that reads these scales.",
         )  # fmt: skip
         case.take(cache)
@@ -239,7 +251,7 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
         cast = [n for m in case.mismatches for n in m.names if split(n)[0] in modules]
         yield case.finding(
             SCHEME,
-            f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {_listed(rest)}.",
+            f"{len(rest)} companions of quantised weights have no place in this model, built without them{why}: {listed(rest)}.",
             names=rest, blame="config" if entry else None if case.loads_elsewhere(rest) else "engine",
             mend="Take the entry out of the ignore list." if entry else _OTHER_ENGINE,
             wanted="modules built for this scheme", found="modules without",
@@ -258,7 +270,7 @@ def _same_modules(case: Case, names: Iterable[str]) -> list[str]:
     return [g for g in case.gaps if split(g)[0] in modules or g.rpartition(".")[0] in modules]
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     lines = fold(names)
     return ", ".join(f"`{line}`" for line in lines[:3]) + (
         f" and {len(lines) - 3} more kinds" if len(lines) > 3 else ""

@@ -155,6 +155,10 @@ def _prefixes(name: str, paths: set[str]) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
+_ENGINES_OWN = re.compile(r"\.experts\.(w13|w2)_")
+"""How vLLM and SGLang call experts that they have stacked; no model's files do."""
+
+
 def experts_otherwise(case: Case) -> Iterator[Finding]:
     """Experts one by one for an engine that has them fused, or the other way round: strays and gaps in the same stacks of experts."""
     strays, gaps = _by_experts((f.into or n, n) for n, f in case.strays.items()), _by_experts((g, g) for g in case.gaps)
@@ -162,12 +166,15 @@ def experts_otherwise(case: Case) -> Iterator[Finding]:
     if both:
         names, parameters = [n for p in both for n in strays[p]], [g for p in both for g in gaps[p]]
         stored, wanted = names[0], parameters[0]
+        own = all(_ENGINES_OWN.search(n) for n in names)
         yield case.finding(
             EXPERTS_OTHERWISE,
             f"{many(len(names), 'expert tensor')} in a layout that this engine does not read, in {many(len(both), 'module')}: "
             f"`{printable(stored)}` is stored, `{printable(wanted)}` is asked for.",
-            names=names, blame="engine", wanted=printable(wanted), found=printable(stored),
-            mend="Use a release that reads this layout, or convert the experts (transformers saves the original one by default).",
+            names=names, blame="checkpoint" if own else "engine", wanted=printable(wanted), found=printable(stored),
+            mend="Save the experts as the model's own files name them: these are names from inside an engine."
+            if own
+            else "Use a release that reads this layout, or convert the experts (transformers saves the original one by default).",
         )  # fmt: skip
         case.take(names, parameters)
 

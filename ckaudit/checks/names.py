@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, under
+from ckaudit.checks.companions import TAIL
+from ckaudit.checks.facts import split
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import Nearest, fold, printable
 
@@ -79,6 +81,7 @@ def collisions(case: Case) -> Iterator[Finding]:
             groups[_common(collision.kept, lost)].append((collision.kept, lost, collision.parameter))
     for pairs in groups.values():
         kept, lost, parameter = pairs[0]
+        companions = all(TAIL.search(p[1]) and not TAIL.search(p[0]) for p in pairs)
         names = [n for p in pairs for n in p[:2]]
         if set(names) & {n for f in case.on_files for n in f.names if f.check in ("CK212", "CK214")}:
             continue
@@ -86,10 +89,16 @@ def collisions(case: Case) -> Iterator[Finding]:
             COLLISION,
             f"{many(len(pairs), 'parameter')} would get two tensors each: `{printable(lost)}` and `{printable(kept)}` both become "
             f"`{printable(parameter)}`, and the second wins.",
-            names=names, mend="Keep one of each pair, or give this engine rules that keep the two trees apart.",
+            names=names, blame="engine" if companions else None,
+            mend="Let the engine's pattern end where the weight's name does: it caught what stands beside it."
+            if companions
+            else "Keep one of each pair, or give this engine rules that keep the two trees apart.",
             wanted="one tensor", found=f"{printable(lost)} and {printable(kept)}",
         )  # fmt: skip
-        case.take([lost for _, lost, _ in pairs], [p for *_, p in pairs])
+        modules = {split(p)[0] for *_, p in pairs} if companions else set()
+        case.take(
+            [lost for _, lost, _ in pairs], [*(p for *_, p in pairs), *(g for g in case.gaps if split(g)[0] in modules)]
+        )
 
 
 def _common(kept: str, lost: str) -> tuple[str, str]:
@@ -113,6 +122,7 @@ def silent(case: Case) -> Iterator[Finding]:
                 f"{many(len(names), 'tensor')}{under(stack)} {'is' if len(names) == 1 else 'are'} {fate} {how}: {_listed(names)}.",
                 names=names,
                 severity="warning" if len(beside) == len(names) else "error",
+                blame="engine" if fate == "dropped" else None,
                 mend=_cure(case, names) or (_ZERO_BIAS if beside else _NO_PLACE),
             )  # fmt: skip
     case.take(quiet)
@@ -164,16 +174,29 @@ def unmatched(case: Case) -> Iterator[Finding]:
     """Tensors that no parameter of the engine's model is called like."""
     names = [n for n, f in case.strays.items() if f.fate == "unmatched"]
     finder = Nearest(p.name for p in case.plan.parameters)
+    built = {p.name.rpartition(".")[0] for p in case.plan.parameters} if names else set()
     for stack, group in by_stack(names).items():
         fate = case.strays[group[0]]
         near = finder.find(fate.into or fate.name)
         asked = f", looked up as `{printable(fate.into)}`" if fate.into and fate.into != fate.name else ""
         yield case.finding(
             UNMATCHED, f"{many(len(group), 'tensor')}{under(stack)} without a parameter: {_listed(group)}{asked}.", names=group,
+            blame="engine" if all(_by_its_rule(case, n, built) for n in group) else None,
             mend=_cure(case, group) or "Take them out, or name the class that has them in `architectures`.",
             wanted=f"nearest: {printable(near)}" if near else "no such parameter", found=printable(fate.into or fate.name),
         )  # fmt: skip
     case.take(names)
+
+
+def _by_its_rule(case: Case, name: str, built: set[str]) -> bool:
+    """Whether a rule of the engine gave the tensor a last segment of the engine's own (`w13_bias`), in a module that it built without."""
+    fate = case.strays[name]
+    return bool(
+        fate.chain
+        and fate.into
+        and fate.into.rpartition(".")[2] != name.rpartition(".")[2]
+        and fate.into.rpartition(".")[0] in built
+    )
 
 
 def missing(case: Case) -> Iterator[Finding]:

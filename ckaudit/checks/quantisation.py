@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckaudit.checks.case import on_files
@@ -40,21 +41,52 @@ def elsewhere(facts: Facts) -> str | None:
     )
 
 
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "query_key_value": ("query", "key", "value"),
+}  # fmt: skip
+_JOINED = {part: fused for fused, parts in _FUSED.items() for part in parts}
+
+
 def ignored_by(config: dict[str, Any], module: str) -> str | None:
-    """The entry of the config's ignore list that exempts `module`; None when none does."""
-    for entry in _ignore_list(config):
-        if entry.startswith("re:"):
-            try:
-                if re.match(entry[3:], module):
-                    return entry
-            except re.error:
-                continue
-        elif module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}"):
-            return entry
-    return None
+    """The entry of the config's ignore list that exempts `module`, by its own name or, of a fused module, by that of all or one part;
+    None when none does."""
+    stem, _, leaf = module.rpartition(".")
+    known = [leaf, *_FUSED.get(leaf, ()), *([_JOINED[leaf]] if leaf in _JOINED else [])]
+    names = [f"{stem}.{n}" if stem else n for n in known]
+    return next((e for e in _ignore_list(config) if any(_matches(e, n) for n in names)), None)
+
+
+def targeted(config: dict[str, Any], module: str) -> bool:
+    """Whether the declared quantisation is meant for `module`: not exempt, and among the targets where these are not whole classes."""
+    groups = config.get("config_groups")
+    targets = [
+        t for g in (groups.values() if isinstance(groups, dict) else ()) if isinstance(g, dict)
+        for t in (g.get("targets") or ()) if isinstance(t, str)
+    ]  # fmt: skip
+    if any(config.get(k) for k in _BY_MODULE) or ignored_by(config, module) is not None:
+        return False
+    return not targets or any(t[:1].isupper() or _matches(t, module) for t in targets)
+
+
+_BY_MODULE = ("extra_config", "modules_in_block_to_quantize", "layer_quant_config", "quantized_layers")
+"""Keys that say module by module what is quantised, in ways of their own. Facts: GPTQModel, AutoRound, Quark and ModelOpt configs."""
+
+
+def _matches(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry[3:], module) is not None
+        except re.error:
+            return False
+    if "*" in entry:
+        return fnmatchcase(module, entry)
+    return module == entry or module.startswith(f"{entry}.") or f".{module}".endswith(f".{entry}")
 
 
 def _ignore_list(config: dict[str, Any]) -> list[str]:
+    """The entries that exempt modules, whichever quantiser's key they stand under; GPTQModel's negative patterns as `re:`."""
+    dynamic = config.get("dynamic")
+    patterns = [f"re:{k[2:]}" for k in dynamic if k.startswith("-:")] if isinstance(dynamic, dict) else []
     for key in (
         "ignore",
         "modules_to_not_convert",
@@ -64,8 +96,8 @@ def _ignore_list(config: dict[str, Any]) -> list[str]:
         "exclude",
     ):
         if isinstance(found := config.get(key), list):
-            return [e for e in found if isinstance(e, str)]
-    return []
+            return [*(e for e in found if isinstance(e, str)), *patterns]
+    return patterns
 
 
 def ignore_list(facts: Facts) -> Iterator[Finding]:

@@ -159,6 +159,10 @@ def square_experts(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_MEGATRON_QKV = re.compile(r"(^|\.)decoder\.layers\.#\.self_attention\.linear_qkv\.weight$")
+_MEGATRON = re.compile(r"(^|\.)decoder\.layers\.#\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight$")
+
+
 def fused_rows(facts: Facts) -> Iterator[Finding]:
     """Fused query, key and value rows in an order that only the config hints at; block scales betray rows interleaved by rank."""
     block = _block(facts)
@@ -177,6 +181,13 @@ def fused_rows(facts: Facts) -> Iterator[Finding]:
                 interleaved.append(tensor.name)
         elif hinted:
             plain.append(tensor.name)
+    megatron = facts.matching(_MEGATRON)
+    if megatron and facts.matching(_MEGATRON_QKV):
+        yield on_files(
+            facts, UNDECIDABLE, f"{len(megatron)} fused matrices of Megatron hold their parts rank by rank: the order depends on how many "
+            "ranks saved them, which no header says.",
+            megatron, blame="undecidable", mend="Convert them with the tool and the number of ranks that they were saved with.",
+        )  # fmt: skip
     if interleaved:
         yield on_files(
             facts, UNDECIDABLE,
@@ -189,6 +200,28 @@ def fused_rows(facts: Facts) -> Iterator[Finding]:
             facts, UNDECIDABLE, f"{len(plain)} fused projections may hold plain or interleaved rows: both have this name and shape.", plain,
             blame="undecidable", mend="Compare the output of one prompt with the source model's.",
         )  # fmt: skip
+
+
+_GLOBAL = {
+    "weight_global_scale": ("compressed-tensors", "divided by it"),
+    "weight_scale_2": ("ModelOpt", "multiplied by it"),
+}  # fmt: skip
+"""The leaf of an NVFP4 weight's global scale: whose it is, and how the block scales are meant. Facts: vLLM 0.29.0 inverts
+the first on loading (`compressed_tensors_w4a4_nvfp4.py`) and takes the second as it is (`modelopt.py`)."""
+
+
+def global_scales(facts: Facts) -> Iterator[Finding]:
+    """NVFP4's second scale: a divisor in one format and a factor in the other. The name says which; only values could prove it."""
+    found = {leaf: facts.matching(re.compile(rf"(^|[._]){leaf}$")) for leaf in _GLOBAL}
+    found = {leaf: names for leaf, names in found.items() if names}
+    if not found:
+        return
+    means = " and ".join(f"{len(n)} `{leaf}` ({_GLOBAL[leaf][0]}: {_GLOBAL[leaf][1]})" for leaf, n in found.items())
+    yield on_files(
+        facts, UNDECIDABLE, f"NVFP4 with {means}: that the values keep to this sense cannot be told from headers.",
+        [n for names in found.values() for n in names], blame="undecidable", severity="warning" if len(found) > 1 else "note",
+        mend="Run `ckaudit load` after a conversion between the two: a scale of the wrong sense gives garbage.",
+    )  # fmt: skip
 
 
 def _block(facts: Facts) -> int | None:

@@ -80,12 +80,13 @@ def head_lost(case: Case) -> Iterator[Finding]:
         case.take((), missing)
     dropped = [n for n in case.strays if _HEAD.search(n)]
     if dropped and not missing and all(case.facts.checkpoint.tensors[n].name for n in dropped):
-        tied = any(flags(case.facts).values())
+        tied = any(flags(case.facts).values()) and len(set(flags(case.facts).values())) == 1
+        refused = tied and case.plan.error is not None
         elsewhere = case.loads_elsewhere(dropped)
         yield case.finding(
             TIES, f"`{printable(dropped[0])}` is stored and not loaded: this class has no head of its own (the config says {said}).",
-            names=dropped, severity="warning" if tied and len(set(flags(case.facts).values())) == 1 else "error",
-            blame="engine" if elsewhere else "config",
+            names=dropped, severity="warning" if tied and not refused else "error",
+            blame="engine" if elsewhere or refused else "config",
             mend=(f"Use {elsewhere.id}, which loads it; or drop" if elsewhere else "Drop")
             + " the head if it equals the embedding; if it was trained by itself, set tie_word_embeddings to false on every level.",
         )  # fmt: skip

@@ -1,0 +1,138 @@
+"""CK308, and CK307 of an engine: plain weights where the declared quantisation is for quantised ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckaudit.checks.case import Case, many, on_files
+from ckaudit.checks.companions import FULL, TAIL, listed, recognised
+from ckaudit.checks.facts import Facts, shape, split
+from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, targeted
+from ckaudit.findings import Check, Finding
+from ckaudit.naming import printable
+from ckaudit.plan import Step
+
+PLAIN = Check("CK308", "plain weights in a quantised checkpoint", "warning")
+CHECKS = (PLAIN,)
+
+
+def plain(facts: Facts) -> Iterator[Finding]:
+    """Plain weights whose like in other layers are quantised and that no config entry exempts; and experts that are all exempt."""
+    config = declared(facts)
+    quantised = {
+        m for s, kinds in recognised(facts).items() if s.name != "MLX" for group in kinds.values() for m in group
+    }
+    if not config or not quantised:
+        return
+    dense = _dense(facts)
+    like = {shape(m) for m in quantised}
+    odd = [m for m in dense if shape(m) in like and targeted(config, m)]
+    if odd:
+        yield on_files(
+            facts, PLAIN,
+            f"{many(len(odd), 'module')} with plain weights: the same in other layers are quantised, and the config exempts none of them.",
+            [f"{m}.weight" for m in odd], blame="config",
+            mend="Add them to the ignore list of the quantisation, or take the quantised tensors from the source of this checkpoint.",
+            wanted="quantised, or in the ignore list", found="plain",
+        )  # fmt: skip
+    yield from _experts(facts, dense)
+
+
+def _dense(facts: Facts) -> list[str]:
+    """The modules that hold one plain matrix (and maybe a bias)."""
+    tensors = facts.checkpoint.tensors
+    leaves = [
+        group for kind, group in facts.modules.items() if {n.partition(":")[0] for n in kind} <= {"weight", "bias"}
+    ]
+    found = (tensors.get(f"{m}.weight") for group in leaves for m in group)
+    return [
+        t.name.removesuffix(".weight") for t in found
+        if t is not None and t.dtype in (None, *FULL) and (t.shape is None or len(t.shape) == 2)
+    ]  # fmt: skip
+
+
+def _experts(facts: Facts, dense: list[str]) -> Iterator[Finding]:
+    """Routed experts that are most of the checkpoint and all in the ignore list: quantised in name only."""
+    config = declared(facts)
+    routed = [m for m in dense if re.search(r"(^|\.)experts\.[0-9]+\.", m)]
+    entry = ignored_by(config, routed[0]) if routed else None
+    if entry is None or not all(ignored_by(config, m) for m in routed):
+        return
+    names = [f"{m}.weight" for m in routed]
+    size, whole = facts.size(names), facts.size(facts.checkpoint.tensors)
+    share = size / whole if whole else len(names) / len(facts.checkpoint.tensors)
+    if share > 0.5:
+        yield on_files(
+            facts, PLAIN, f"The ignore list exempts every routed expert (`{printable(entry)}`): {share:.0%} of the checkpoint stays plain.",
+            names, blame="config", mend="Quantise again with the experts among the targets, if that was meant.",
+            wanted="quantised experts", found=f"{many(len(names), 'plain tensor')}",
+        )  # fmt: skip
+
+
+def quantised_here(case: Case) -> Iterator[Finding]:
+    """Plain weights that have no place because this engine builds their modules quantised: its ignore list did not reach them."""
+    config = declared(case.facts)
+    built = {split(g)[0] for g in case.gaps if TAIL.search(g)} if config else set()
+    tensors = case.facts.checkpoint.tensors
+    strays = [
+        n for n, f in case.strays.items()
+        if n.endswith(".weight") and tensors[n].dtype in (None, *FULL) and (f.into or n).removesuffix(".weight") in built
+    ]  # fmt: skip
+    exempt = [n for n in strays if ignored_by(config, n.removesuffix(".weight"))]
+    if exempt:
+        yield _lost_entry(case, exempt)
+    rest = [n for n in strays if n not in set(exempt)]
+    idle = {n for f in case.on_files if f.check == IGNORE_LIST.id for n in f.names}
+    wrong = [n for n in rest if n.removesuffix(".weight") in idle]
+    for names, check, why in (
+        (wrong, IGNORE_LIST, "and the ignore list names them as no module is called"),
+        ([n for n in rest if n not in set(wrong)], PLAIN, "and nothing in the config exempts them"),
+    ):
+        if names:
+            yield case.finding(
+                check,
+                f"{many(len(names), 'plain weight')} without a place: this engine builds those modules quantised, {why}: {listed(names)}.",
+                names=names, severity="error", blame="config", wanted=_first(case, names[0]), found=printable(names[0]),
+                mend="Write the ignore list with the names of these modules.",
+            )  # fmt: skip
+    modules = {(case.strays[n].into or n).removesuffix(".weight") for n in strays}
+    case.take(strays, [g for g in case.gaps if split(g)[0] in modules])
+
+
+def _lost_entry(case: Case, names: list[str]) -> Finding:
+    name = names[0]
+    module, right = name.removesuffix(".weight"), (case.strays[name].into or name).removesuffix(".weight")
+    entry = ignored_by(declared(case.facts), module) or ""
+    moved = _through(case.strays[name].chain, module)
+    why = (
+        f"its rules make `{printable(right)}` of the tensor's module and `{printable(moved)}` of the entry"
+        if case.strays[name].chain and moved != right
+        else f"it looks for `{printable(right)}` in the list"
+    )
+    return case.finding(
+        IGNORE_LIST,
+        f"{many(len(names), 'plain weight')} in the ignore list (`{printable(entry)}`), and this engine builds their modules quantised: "
+        f"{why}.",
+        names=names, severity="error", blame="engine", wanted=printable(right), found=printable(entry),
+        mend=f"Use a release that applies the ignore list to its own names, or add `{printable(right)}` to it.",
+    )  # fmt: skip
+
+
+def _through(chain: tuple[Step, ...], module: str) -> str:
+    """What the rules that renamed a tensor make of its module's name by itself; those that join modules are left out."""
+    for step in chain:
+        if step.rule == "prefix" and module.startswith(step.key):
+            module = (step.after or "")[: len(step.after or "") - len(step.before) + len(step.key)] + module[
+                len(step.key) :
+            ]
+        elif step.rule == "substring" and step.key in module and step.after is not None:
+            start = step.before.find(step.key)
+            new = step.after[start : len(step.after) - (len(step.before) - start - len(step.key))]
+            module = module.replace(step.key, new, 1)
+    return module
+
+
+def _first(case: Case, name: str) -> str:
+    right = (case.strays[name].into or name).removesuffix(".weight")
+    return printable(next((g for g in case.gaps if split(g)[0] == right), right))
