@@ -43,6 +43,8 @@ class Attempt(NamedTuple):
     layout: dict[str, tuple[tuple[int, ...], str, bool]]
     """Shape, dtype and whether it is a buffer, of each parameter by name."""
     looked_at: tuple[str, ...]
+    zeros: frozenset[str]
+    """Parameters that the constructor made as zeros."""
     opened: tuple[str, ...]
     """The files that the release chose to read."""
 
@@ -74,7 +76,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
     return Attempt(type(model).__name__, raised, observer.result(parameters), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
-                   observer.looked_at, tuple(shards.opened))  # fmt: skip
+                   observer.looked_at, frozenset(observer.zeros), tuple(shards.opened))  # fmt: skip
 
 
 def build(config: Any, observer: Provenance) -> Any:

@@ -11,6 +11,7 @@ from ckaudit.engines.vllm.provenance import ParameterCoverage
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.(inv_freq|cos_cached|sin_cached)$|\.(attn\.)?masked_bias$")
 _KV_SCALE = re.compile(r"\.(attn|attention|mla_attn|self_attn)?\.?(_?[qkv]|prob)(_scale|_zero_point)$|_[qkv]_scale$")
 _DRAFT = re.compile(r"(^|\.)(mtp|mtp_block|nextn|eagle|medusa)[._]")
+_SHARED_SCALE = re.compile(r"\.(input_scale|input_global_scale|weight_scale|weight_global_scale|weight_scale_2)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -21,9 +22,16 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def name_by_design(name: str, config: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint tensor that reached no parameter is meant not to; None if it is a loss."""
+def name_by_design(name: str, config: Mapping[str, Any], elements: int = 0) -> str | None:
+    """Why a checkpoint tensor that reached no parameter, or was overwritten there, is meant to be; None if it is a loss."""
     held = _text_config(config)
+    quantization = config.get("quantization_config") or held.get("quantization_config") or {}
+    if name.endswith(".weight_shape"):
+        return "metadata: the shape before packing"
+    if name.endswith(".g_idx") and isinstance(quantization, Mapping) and not quantization.get("desc_act"):
+        return "metadata: the order of groups, which is the natural one without desc_act"
+    if elements == 1 and _SHARED_SCALE.search(name):
+        return "shared: fused shards have one scale in this release, and the last one stands for all"
     if _COMPUTED.search(name):
         return "computed: the engine makes it from the config"
     if name.endswith(("lm_head.weight", "embed_out.weight")) and held.get(
@@ -41,15 +49,16 @@ def name_by_design(name: str, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def parameter_by_design(name: str, seen: ParameterCoverage, buffer: bool, config: Mapping[str, Any]) -> str | None:
-    """Why a parameter that was not filled from the checkpoint is meant not to be; None if it is a loss."""
-    del config
+def parameter_by_design(name: str, seen: ParameterCoverage, buffer: bool, zeros: bool) -> str | None:
+    """Why a parameter that was not filled from the checkpoint is meant not to be; None if it is a loss. `zeros`: it was made as zeros."""
     if seen.elements == 0:
         return "empty: it holds no data"
     if seen.loaded and seen.loaded + seen.constant >= seen.elements and not seen.lost:
         return "padding: the loader fills the rest with a constant"
     if _KV_SCALE.search(name):
         return "default-valued: a scale of the KV cache that few checkpoints carry"
+    if zeros and not seen.sources and name.endswith("bias"):
+        return "default-valued: a bias that is made as zeros, and that this checkpoint has not"
     if buffer and not seen.sources:
         return "computed: a buffer that the engine fills itself"
     return None

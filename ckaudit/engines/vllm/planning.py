@@ -14,7 +14,7 @@ from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.provenance import ParameterCoverage
-from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan
+from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
 _MESSAGE = 400
 
@@ -36,7 +36,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         not_judged = last.raised.excuse
     parameters = tuple(
         p
-        for p in (_parameter(n, c, last, config) for n, c in last.result.parameters.items())
+        for p in (_parameter(n, c, last) for n, c in last.result.parameters.items())
         if not (p.buffer and p.coverage == "none" and p.by_design)  # what no checkpoint is asked for is not worth a row
     )
     return msgspec.structs.replace(
@@ -47,10 +47,11 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         failures=tuple(_failures(story)),
         names=tuple(_names(story, tensors, config)),
         parameters=parameters,
-        collisions=_collisions(last),
+        collisions=_collisions(last, config),
         mismatches=(*_shape_mismatches(story), *_casts(last)),
         rules=last.rules.hits(plan.release, [step for fault in story.faults for step in fault.chain]),
         notes=tuple(_notes(story)),
+        unjudged=_unjudged(last, config),
     )
 
 
@@ -99,9 +100,8 @@ def _name(
         return NameFate(name, "loaded", read=1.0, chain=chain)
     if name in last.rules.dropped:
         return NameFate(name, "dropped", read=0.0, by_design=name_by_design(name, config), chain=chain)
-    return NameFate(
-        name, "ignored", lost.get(name), shard=shard, read=0.0, by_design=name_by_design(name, config), chain=chain
-    )
+    reason = name_by_design(name, config, coverage.elements if name in lost else 0)
+    return NameFate(name, "ignored", lost.get(name), shard=shard, read=0.0, by_design=reason, chain=chain)
 
 
 def _looked_up(fault: Fault, name: str) -> str | None:
@@ -141,7 +141,7 @@ def _found_shape(fault: Fault, story: Story) -> str:
     return str(list(shape)) if shape is not None else ""
 
 
-def _parameter(name: str, seen: ParameterCoverage, last: Attempt, config: Mapping[str, Any]) -> Parameter:
+def _parameter(name: str, seen: ParameterCoverage, last: Attempt) -> Parameter:
     shape, dtype, buffer = last.layout.get(name, ((), "", False))
     whole = max(seen.elements, 1)
     if seen.unknown and seen.loaded < seen.elements:
@@ -152,17 +152,33 @@ def _parameter(name: str, seen: ParameterCoverage, last: Attempt, config: Mappin
         coverage, share = ("partial" if seen.loaded else "none"), seen.loaded / whole
     reason = None
     if coverage in ("partial", "none"):
-        reason = parameter_by_design(name, seen, buffer, config)
+        reason = parameter_by_design(name, seen, buffer, name in last.zeros)
     return Parameter(name, coverage, tuple(shape), SAFETENSORS.get(dtype, dtype), share, seen.sources, reason, buffer)  # type: ignore[arg-type]
 
 
-def _collisions(last: Attempt) -> tuple[Collision, ...]:
+def _collisions(last: Attempt, config: Mapping[str, Any]) -> tuple[Collision, ...]:
     out: dict[Collision, None] = {}
     for name, coverage in last.result.parameters.items():
         for lost in coverage.lost:
-            if lost.kept:
-                out[Collision(name, lost.kept[-1], lost.lost)] = None
+            gone = tuple(n for n in lost.lost if not name_by_design(n, config, last.result.tensors[n].elements))
+            if lost.kept and gone:
+                out[Collision(name, lost.kept[-1], gone)] = None
     return tuple(out)
+
+
+def _unjudged(last: Attempt, config: Mapping[str, Any]) -> tuple[Unjudged, ...]:
+    gone = {n for c in last.result.parameters.values() for x in c.lost for n in x.lost}
+    shared = [
+        n for n in gone if (name_by_design(n, config, last.result.tensors[n].elements) or "").startswith("shared")
+    ]
+    if not shared:
+        return ()
+    return (
+        Unjudged(
+            "values",
+            f"whether the scales of fused shards are equal is in the data ({len(shared)} stand behind another)",
+        ),
+    )
 
 
 def _casts(last: Attempt) -> list[Mismatch]:

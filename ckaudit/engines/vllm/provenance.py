@@ -25,6 +25,7 @@ from ckaudit.engines.vllm.values import NoValues, Values
 Read = Callable[[str], bytes]
 
 _SHARD_ARGUMENTS = frozenset(("loaded_shard_id", "shard_id", "expert_id"))
+_ZEROS = "zeros"
 _FRAMES = 12  # how far up a write looks for the loader that says which shard it is
 
 
@@ -83,6 +84,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         self._making = False
         self._views: set[Any] = set()
         self._values = Values(self._record, read)
+        self.zeros: set[str] = set()
+        """What is watched and was made as zeros."""
         self.shards: dict[str, str] = {}
         """By checkpoint tensor: the part of a fused parameter that the loader says it is (`q`, `0`, `expert 3 w1`)."""
         self._hooks: AbstractContextManager[None] = nullcontext()
@@ -97,6 +100,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         """A parameter or buffer of the model, before loading. A storage that two names share is one storage."""
         record = self._record(tensor)
         if record.kind != "parameter":
+            if record.name == _ZEROS and not record.log:
+                self.zeros.add(name)
             record.kind, record.name = "parameter", name
             record.log.clear()  # how the constructor filled it is not loading
             self._tracer = Tracer()
@@ -177,6 +182,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         if "empty" in name and not func._schema.is_mutable:
             for result in results:
                 self._records[result.untyped_storage()._cdata] = self._make("unwritten", "", result)
+        elif name.endswith("zeros"):
+            for result in results:
+                self._records[result.untyped_storage()._cdata] = self._make("constant", _ZEROS, result)
         elif self._concerns(given, func):
             handler(self, args, kwargs, out)
         self._values.after(func, args, kwargs, out, versions)
