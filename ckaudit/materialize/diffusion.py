@@ -15,7 +15,7 @@ from ckaudit.errors import EngineError
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.loading import Loaded
-from ckaudit.materialize.recipes import Tensors, parameters
+from ckaudit.materialize.media import Tensors, parameters
 from ckaudit.materialize.values import of_parameters
 from ckaudit.materialize.watch import Watch
 

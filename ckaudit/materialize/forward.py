@@ -11,8 +11,9 @@ import torch
 from ckaudit.materialize import diffusion, processed
 from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
+from ckaudit.materialize.media import Tensors, parameters
 from ckaudit.materialize.probe import Probe, tensors_in
-from ckaudit.materialize.recipes import Recipes, Tensors, place
+from ckaudit.materialize.recipes import Recipes, place
 from ckaudit.materialize.watch import Watch
 
 TOP = 5
@@ -197,8 +198,6 @@ def _not_run(kind: str, reason: str) -> dict[str, Any]:
 
 
 def _has(model: Any, parameter: str) -> bool:
-    from ckaudit.materialize.recipes import parameters
-
     return parameter in parameters(model.forward)
 
 

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 
 from ckaudit.materialize.classes import first_value, sub_configs
+from ckaudit.materialize.media import FRAMES, Media, Tensors, parameters
 
-Tensors = dict[str, Any]
-_SIDE = 8
-"""Patches along each side of an image: few, and a multiple of every merge factor in use (2, and 2 twice)."""
-_FRAMES = 4
 _PROJECTOR = re.compile("projector|connector|adapter|aligner|bridge")
 _SPECIAL = ("image", "video", "audio")
 
@@ -31,13 +28,12 @@ class Recipes:
         self.model, self.config, self.length = model, model.config, length
         self._random = torch.Generator().manual_seed(seed)
         self.takes = set(parameters(model.forward))
-        self._vision = getattr(self.config, "vision_config", None) or self.config
-        self._audio = getattr(self.config, "audio_config", None) or self.config
+        self._media = Media(model, self.takes, self._random)
 
     def kinds(self) -> tuple[str, ...]:
         """What the model takes: `text`, `image`, `video`, `audio`, in this order."""
         kinds = ["text"] if "input_ids" in self.takes or "decoder_input_ids" in self.takes else []
-        kinds += ["image"] if "pixel_values" in self.takes and self._vision is not None else []
+        kinds += ["image"] if "pixel_values" in self.takes else []
         kinds += ["video"] if "pixel_values_videos" in self.takes else []
         kinds += ["audio"] if self.takes & {"input_features", "input_values", "input_audio_features"} else []
         if len(kinds) > 1 and self._needs_both():
@@ -45,9 +41,14 @@ class Recipes:
         return tuple(kinds)
 
     def _needs_both(self) -> bool:
-        """Whether text alone is no input: a pair of encoders (CLIP), or a decoder that writes down what it hears or sees."""
-        return hasattr(self.model, "get_text_features") or (
-            "input_ids" not in self.takes and "decoder_input_ids" in self.takes
+        """Whether text alone is no input: a pair of encoders (CLIP), a decoder that writes down what it hears, or pixels that must be."""
+        decodes = "input_ids" not in self.takes and "decoder_input_ids" in self.takes
+        given = inspect.signature(self.model.forward).parameters.values()
+        must = {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - {"self"}
+        return (
+            hasattr(self.model, "get_text_features")
+            or decodes
+            or not must <= {"input_ids", "decoder_input_ids", "attention_mask"}
         )
 
     def candidates(self, kind: str) -> Iterator[Callable[[], Tensors]]:
@@ -56,11 +57,13 @@ class Recipes:
             yield self.text
             return
         placeholder = self._placeholder(kind)
-        for tensors in {"image": self._images, "video": self._videos, "audio": self._sounds}[kind]():
-            if placeholder is not None and "input_ids" in self.takes:
-                yield partial(self._mixed, kind, tensors, placeholder)
-            else:
+        for tensors in self._media.of(kind):
+            if placeholder is None or "input_ids" not in self.takes:
                 yield partial(self._alone, tensors)
+                continue
+            yield partial(self._mixed, kind, tensors, placeholder)
+            if kind == "video":  # some models want each frame between marks of its own
+                yield partial(self._mixed, kind, tensors, placeholder, FRAMES)
 
     def text(self) -> Tensors:
         """Random ids that stand for nothing special; the decoder of an encoder-decoder model gets some too."""
@@ -72,7 +75,7 @@ class Recipes:
 
     def ids(self, count: int) -> torch.Tensor:
         """(1, count) token ids."""
-        size = int(first_value(self.config, "vocab_size") or 32)
+        size = self._vocabulary()
         named = [item for part in sub_configs(self.config) for item in vars(part).items()]
         special = {v for k, v in named if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
         drawn = torch.randint(0, size, (1, count), generator=self._random)
@@ -80,6 +83,13 @@ class Recipes:
         for token in special:
             drawn[drawn == token] = plain
         return drawn
+
+    def _vocabulary(self) -> int:
+        """How many ids have an embedding, as the model itself has it: parts of a config may contradict each other."""
+        try:
+            return int(self.model.get_input_embeddings().num_embeddings)
+        except (AttributeError, NotImplementedError, TypeError):
+            return int(first_value(self.config, "vocab_size") or 32)
 
     def _with_decoder(self, inputs: Tensors) -> Tensors:
         if "decoder_input_ids" in self.takes and getattr(self.config, "is_encoder_decoder", False):
@@ -98,15 +108,19 @@ class Recipes:
         text = self.text() if "input_ids" in self.takes else {}
         return self._with_decoder({**text, **tensors})
 
-    def _mixed(self, kind: str, tensors: Tensors, placeholder: int) -> Tensors:
-        """Text with as many placeholders in it as the part for this kind fills."""
+    def _mixed(self, kind: str, tensors: Tensors, placeholder: int, groups: int = 1) -> Tensors:
+        """Text with as many placeholders in it as the part for this kind fills, in so many groups."""
         with torch.inference_mode():
-            return self._around(kind, tensors, placeholder, self._rows(kind, tensors, placeholder))
+            count = self._rows(kind, tensors, placeholder)
+            if count % groups:
+                raise ValueError(f"{count} tokens are not {groups} groups")
+            return self._around(kind, tensors, placeholder, count // groups, groups)
 
-    def _around(self, kind: str, tensors: Tensors, placeholder: int, count: int) -> Tensors:
+    def _around(self, kind: str, tensors: Tensors, placeholder: int, count: int, groups: int = 1) -> Tensors:
         before, after = self.ids(self.length // 4), self.ids(self.length - self.length // 4)
         start, end = self._brackets(kind)
-        ids = torch.cat([before, start, torch.full((1, count), placeholder), end, after], dim=1)
+        group = torch.cat([start, torch.full((1, count), placeholder), end], dim=1)
+        ids = torch.cat([before, *[group] * groups, after], dim=1)
         inputs: Tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **tensors}
         marks = (ids == placeholder).long()
         if "mm_token_type_ids" in self.takes:
@@ -119,7 +133,7 @@ class Recipes:
         """How many tokens these pixels or this sound become."""
         features = getattr(self.model, f"get_{kind}_features", None)
         if features is not None:
-            takes = self._own_parameters(kind)
+            takes = self._media.own_parameters(kind)
             return rows(features(**place({k: v for k, v in tensors.items() if k in takes}, self.model)))
         # A model without such a method: try one placeholder, and see what its projector makes before anything else happens.
         width = int(first_value(getattr(self.config, "text_config", self.config), "hidden_size") or 0)
@@ -144,93 +158,9 @@ class Recipes:
         names = (f"{kind}_token_id", f"{kind}_token_index")
         token = first_value(self.config, *names)
         if token is None and hasattr(self.config, names[0]):
-            token = int(first_value(self.config, "vocab_size") or 32) - 1 - _SPECIAL.index(kind)
+            token = self._vocabulary() - 1 - _SPECIAL.index(kind)
             setattr(self.config, names[0], token)
         return token if isinstance(token, int) else None
-
-    # --- pixels and sound
-
-    def _noise(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._random)
-
-    def _images(self) -> Iterator[Tensors]:
-        takes = self._feature_parameters("image")
-        channels, patch, size = self._picture()
-        n = _SIDE * _SIDE
-        if "image_grid_thw" in takes:
-            yield {
-                "pixel_values": self._noise(n, self._patch_width()),
-                "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
-            }
-        if "target_sizes" in takes:
-            yield {"pixel_values": self._noise(1, channels, patch, n * patch), "target_sizes": _grid(1, torch.int32)}
-        if "spatial_shapes" in takes:
-            mask = torch.ones((1, n), dtype=torch.long)
-            yield {
-                "pixel_values": self._noise(1, n, channels * patch * patch),
-                "spatial_shapes": _grid(1),
-                "pixel_attention_mask": mask,
-            }
-        sizes = {"image_sizes": torch.tensor([[size, size]])}
-        variants: list[Tensors] = [{}, sizes] if "image_sizes" in takes else [{}]
-        if "image_sizes" in self._own_parameters("image"):
-            variants.reverse()
-        for extra in variants:
-            yield {"pixel_values": self._noise(1, channels, size, size), **extra}
-        for tiles in (1, 2, 3, 5):
-            yield {"pixel_values": self._noise(1, tiles, channels, size, size), **variants[0]}
-
-    def _videos(self) -> Iterator[Tensors]:
-        takes = self._feature_parameters("video")
-        channels, patch, size = self._picture()
-        n = _SIDE * _SIDE
-        if "video_grid_thw" in takes:
-            thw = torch.tensor([[_FRAMES, _SIDE, _SIDE]])
-            seconds = {"second_per_grid_ts": torch.ones(1)} if "second_per_grid_ts" in self.takes else {}
-            yield {
-                "pixel_values_videos": self._noise(_FRAMES * n, self._patch_width()),
-                "video_grid_thw": thw,
-                **seconds,
-            }
-        if "target_sizes_videos" in takes:
-            pixels = self._noise(1, channels, patch, _FRAMES * n * patch)
-            yield {"pixel_values_videos": pixels, "target_sizes_videos": _grid(_FRAMES, torch.int32)}
-        yield {"pixel_values_videos": self._noise(1, _FRAMES, channels, size, size)}
-        frames = int(getattr(self._vision, "num_frames", 0) or 0)
-        if frames:
-            yield {"pixel_values_videos": self._noise(1, frames, channels, size, size)}
-
-    def _sounds(self) -> Iterator[Tensors]:
-        takes = self._feature_parameters("audio")
-        mels = int(first_value(self._audio, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel") or 80)
-        frames = 2 * int(first_value(self._audio, "max_source_positions") or 1500)
-        if "input_values" in takes:
-            yield {"input_values": self._noise(1, 16000)}
-        masks: list[str] = [k for k in ("feature_attention_mask", "input_features_mask") if k in takes]
-        ones = {k: torch.ones((1, frames), dtype=torch.long) for k in masks}
-        yield {"input_features": self._noise(1, mels, frames), **ones}
-        yield {"input_features": self._noise(1, frames, mels), **ones}
-
-    def _feature_parameters(self, kind: str) -> set[str]:
-        """What the part for this kind takes; where it has no method of its own, what the model takes."""
-        return self.takes | self._own_parameters(kind)
-
-    def _own_parameters(self, kind: str) -> set[str]:
-        found: set[str] = set()
-        for owner in (self.model, getattr(self.model, "model", None)):
-            features = getattr(owner, f"get_{kind}_features", None)
-            found |= parameters(features) if features is not None else set()
-        return found
-
-    def _picture(self) -> tuple[int, int, int]:
-        """Channels, patch size and image size."""
-        channels = first_value(self._vision, "num_channels", "in_channels", "in_chans") or 3
-        patch = _one(first_value(self._vision, "patch_size") or 14)
-        return int(channels), patch, _one(first_value(self._vision, "image_size", "img_size") or 16 * patch)
-
-    def _patch_width(self) -> int:
-        channels, patch, _ = self._picture()
-        return channels * int(first_value(self._vision, "temporal_patch_size") or 1) * patch * patch
 
 
 @contextmanager
@@ -249,11 +179,6 @@ def _watching(model: Any, width: int, made: list[int]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def parameters(method: Any) -> set[str]:
-    """Names of the parameters of a method."""
-    return set(inspect.signature(method).parameters)
 
 
 def place(inputs: Tensors, model: Any) -> Tensors:
@@ -287,11 +212,3 @@ def rows(features: Any) -> int:
 
 def _nested(features: tuple[Any, ...]) -> bool:
     return bool(features) and isinstance(features[0], list | tuple)
-
-
-def _grid(count: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    return torch.tensor([[_SIDE, _SIDE]] * count, dtype=dtype)
-
-
-def _one(size: Any) -> int:
-    return int(size if isinstance(size, int | float) else size[0])
