@@ -110,7 +110,7 @@ def _empty(job: LoadJob) -> dict[str, Any]:
 
 def _measured(torch: Any, device: Any, loaded: Any, watch: Watch) -> dict[str, Any]:
     """What the load took. On a CPU the peak is that of the whole process, mapped files included."""
-    seconds = watch.seconds.get("load", 0.0) + watch.seconds.get("arrive", 0.0)
+    seconds = sum(watch.seconds.get(stage, 0.0) for stage in ("plan", "load", "arrive"))
     size = loaded.layout.nbytes
     if device.type == "cuda":
         count = range(torch.cuda.device_count())
