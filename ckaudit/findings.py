@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ckaudit.changes import Diff
 from ckaudit.plan import Plan
 
 Severity = Literal["error", "warning", "note"]
@@ -149,6 +150,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     load: dict[str, Any] | None = None
     forward: dict[str, Any] | None = None
     perplexity: dict[str, Any] | None = None
+    source: Target | None = None
+    """What the target was compared with."""
+    diff: Diff | None = None
     fail_on: FailOn = "error"
     """The mildest severity that makes `exit_code` 1."""
     allow_not_judged: bool = False
@@ -188,8 +192,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if fails(self.findings, self.fail_on):
             return 1
         unjudged = set(self.summary.not_judged)
-        nothing_judged = len(unjudged) == len(self.plans) and self.load is None and self.perplexity is None
-        if not self.allow_not_judged and (nothing_judged or self.requested & unjudged):
+        nothing_judged = (
+            len(unjudged) == len(self.plans) and self.load is None and self.perplexity is None and self.diff is None
+        )
+        in_part = self.diff is not None and self.diff.roundtrip and bool(self.diff.unjudged)
+        if not self.allow_not_judged and (nothing_judged or in_part or self.requested & unjudged):
             return 3
         return 0
 

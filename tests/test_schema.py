@@ -18,7 +18,7 @@ SCHEMA = json.loads(schema_v1.SCHEMA.read_text(encoding="utf-8"))
 
 # The contract, typed once more by hand: a key may be added here, never renamed or dropped.
 KEYS = {
-    "Document": "schema_version tool target engines findings skips load forward perplexity summary exit_code",
+    "Document": "schema_version tool target engines findings skips load forward perplexity diff summary exit_code",
     "Tool": "name version",
     "Target": "name revision source architectures model_type tensors parameters bytes shards dtypes",
     "Engine": "id engine release method requested verdict error options environment summary tp names",
@@ -27,6 +27,9 @@ KEYS = {
     "Name": "name fate into shard read chain",
     "Step": "rule key at from to",
     "Finding": "check title severity engine blame count bytes names wanted found message mend suppressed_by",
+    "Diff": "source roundtrip identical identical_bytes changes",
+    "Change": "kind rule text from_count to_count from_bytes to_bytes links",
+    "Link": "from to",
     "Skip": "check engine reason",
     "Summary": "errors warnings notes skips suppressed not_judged",
 }

@@ -20,6 +20,7 @@ from ckaudit.checks import (
     config,
     container,
     coverage,
+    differences,
     layout,
     names,
     parallel,
@@ -45,6 +46,7 @@ CHECKS: tuple[Check, ...] = tuple(
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
             *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
+            *differences.CHECKS,
         ),
         key=lambda c: c.id,
     )

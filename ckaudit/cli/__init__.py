@@ -12,6 +12,7 @@ import sys
 import typer
 
 from ckaudit.cli.checks import checks
+from ckaudit.cli.diff import diff
 from ckaudit.cli.engines import engines
 from ckaudit.cli.explain import explain
 from ckaudit.cli.guard import guarded
@@ -32,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (names, ppl, explain, checks):
+for command in (names, ppl, diff, explain, checks):
     app.command()(guarded(command))
 app.add_typer(rules, name="rules")
 app.add_typer(engines, name="engines")

@@ -32,6 +32,7 @@ def document(report: findings.Report, *, names: bool = False) -> v1.Document:
         load=report.load,
         forward=report.forward,
         perplexity=report.perplexity,
+        diff=_diff(report),
         summary=_like(v1.Summary, summary),
         exit_code=report.exit_code,  # type: ignore[arg-type]  # a Report knows no other code
     )
@@ -58,6 +59,31 @@ def _engine(p: plan.Plan, report: findings.Report, *, names: bool) -> v1.Engine:
         summary=_like(v1.EngineSummary, findings.tally(p, report.sizes)),
         tp=tuple(msgspec.convert({"error": None, "bytes_per_rank": None, **row}, v1.TensorParallel) for row in p.tp),
         names=tuple(_name(n) for n in p.names) if names else UNSET,
+    )
+
+
+def _diff(report: findings.Report) -> v1.Diff | None:
+    found = report.diff
+    if found is None or report.source is None:
+        return None
+    return v1.Diff(
+        source=_like(v1.Target, report.source),
+        roundtrip=found.roundtrip,
+        identical=found.identical,
+        identical_bytes=found.identical_bytes,
+        changes=tuple(
+            v1.Change(
+                kind=c.kind,
+                rule=c.rule,
+                text=c.text,
+                from_count=len(set(c.old)),
+                to_count=len(set(c.new)),
+                from_bytes=c.old_bytes,
+                to_bytes=c.new_bytes,
+                links=tuple(v1.Link(before=link.old, after=link.new) for link in c.links),
+            )
+            for c in found.changes
+        ),
     )
 
 

@@ -194,6 +194,56 @@ class Summary(msgspec.Struct, frozen=True):
     not_judged: Annotated[tuple[str, ...], Meta(description="Ids of the engines without a verdict.")]
 
 
+class Link(msgspec.Struct, frozen=True):
+    """Tensors that hold the same weights on both sides."""
+
+    before: Annotated[
+        tuple[str, ...], Meta(description="In the source; several where it keeps in parts what the target has in one.")
+    ] = msgspec.field(name="from")
+    after: Annotated[tuple[str, ...], Meta(description="In the target.")] = msgspec.field(name="to")
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One way in which the target differs from its source. A tensor is in one of them for each way in which it differs."""
+
+    kind: Annotated[
+        Literal["renamed", "relaid", "quantised", "retyped", "reshaped", "removed", "added"],
+        Meta(description="relaid: the same weights fused, split, stacked or unstacked."),
+    ]
+    rule: Annotated[
+        Literal[
+            "rename", "legacy", "fused", "stacked", "quantised", "cast", "vocabulary", "positions", "experts", "layers", "tied",
+            "draft", "buffer",
+        ]
+        | None,
+        Meta(description="What explains it; null when nothing does, and then a finding tells of it."),
+    ]  # fmt: skip
+    text: Annotated[str, Meta(description="The rule in words, or what is known of a change without one.")]
+    from_count: Annotated[Count, Meta(description="Tensors of the source.")]
+    to_count: Annotated[Count, Meta(description="Tensors of the target.")]
+    from_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
+    to_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
+    links: Annotated[
+        tuple[Link, ...],
+        Meta(description="All of them, not folded; one side is empty where tensors were removed or added."),
+    ]
+
+
+class Diff(msgspec.Struct, frozen=True):
+    """The target against its source. How tensors are spread over files is no difference."""
+
+    source: Annotated[Target, Meta(description="What the target was compared with.")]
+    roundtrip: Annotated[bool, Meta(description="Whether no difference was allowed, explained or not.")]
+    identical: Annotated[
+        Count,
+        Meta(
+            description="Tensors of the source of which the target has one of that name, dtype and shape, as far as known."
+        ),
+    ]
+    identical_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
+    changes: Annotated[tuple[Change, ...], Meta(description="Every difference, explained or not.")]
+
+
 class Document(msgspec.Struct, frozen=True):
     """A ckaudit report, version 1. null sections were not run. The order is stable: the same input gives the same bytes."""
 
@@ -208,6 +258,7 @@ class Document(msgspec.Struct, frozen=True):
     load: Annotated[dict[str, Any] | None, Meta(description="A real load, where one was run.")]
     forward: Annotated[dict[str, Any] | None, Meta(description="A forward pass, where one was run.")]
     perplexity: Annotated[dict[str, Any] | None, Meta(description="A perplexity comparison, where one was run.")]
+    diff: Annotated[Diff | None, Meta(description="A comparison with another checkpoint, where one was asked for.")]
     summary: Annotated[Summary, Meta(description="The findings in numbers.")]
     exit_code: Annotated[
         Literal[0, 1, 3],

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckaudit.findings import Report
+from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
 from ckaudit.report.terminal.perplexity import perplexity
@@ -65,6 +66,18 @@ def render_perplexity(
     assert report.perplexity is not None
     parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
     parts += perplexity(report.perplexity, verbose=verbose)
+    if not quiet:
+        parts += [*findings(report, verbose=verbose), *skips(report)]
+    return text([*parts, "", _summary(report)], width=width, colour=colour)
+
+
+def render_diff(
+    report: Report, *, width: int = 100, colour: bool = False, quiet: bool = False, verbose: bool = False
+) -> str:
+    """The report of `ckaudit diff` as text: both sides, what differs and why, then findings."""
+    parts: list[RenderableType] = [] if quiet else [*sides(report), ""]
+    if report.diff is not None:
+        parts += diff(report.diff, report, quiet=quiet, verbose=verbose)
     if not quiet:
         parts += [*findings(report, verbose=verbose), *skips(report)]
     return text([*parts, "", _summary(report)], width=width, colour=colour)

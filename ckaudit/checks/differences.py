@@ -1,0 +1,101 @@
+"""CK80x: what a checkpoint has otherwise than its source, and no rule explains."""
+
+from __future__ import annotations
+
+from ckaudit.changes import Change, Diff, Kind
+from ckaudit.checks.case import many
+from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.naming import natural_key, printable
+
+LOST = Check("CK801", "tensors lost", "error")
+ADDED = Check("CK802", "tensors added", "warning")
+RESHAPED = Check("CK803", "tensors reshaped", "error")
+RETYPED = Check("CK804", "tensors retyped", "warning")
+NOT_IDENTICAL = Check("CK805", "not identical, as a round trip has to be", "error")
+CHECKS = (LOST, ADDED, RESHAPED, RETYPED, NOT_IDENTICAL)
+
+_CHECKS: dict[Kind, Check] = {"removed": LOST, "added": ADDED, "reshaped": RESHAPED, "retyped": RETYPED}
+_MENDS: dict[Kind, str] = {
+    "removed": "Copy them from A, or save again.",
+    "added": "Leave them out when saving, unless B is meant to have more than A.",
+    "reshaped": "Save again in the shapes of A, unless B is meant to be another model.",
+    "retyped": "Save again with one dtype for all, or with that of each tensor in A.",
+    "renamed": "Save under the names of A; transformers: save_pretrained(…, save_original_format=True).",
+    "relaid": "Save in the layout of A; transformers: save_pretrained(…, save_original_format=True).",
+    "quantised": "Compare a quantised checkpoint without --roundtrip.",
+}
+_ROUNDTRIP: dict[Kind, str] = _MENDS | {
+    "removed": "Save these too.",
+    "added": "Leave them out when saving.",
+    "retyped": "Save in the dtypes of A: from_pretrained(…, dtype='auto').",
+}
+_UNDECIDABLE = "Compare what the two compute: ckaudit ppl A --candidate B."
+
+
+def run(diff: Diff) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """A finding for every change without a rule, and with `roundtrip` for every other one; and what could not be compared."""
+    findings = [
+        _unexplained(c, diff) if c.rule is None else _explained(c)
+        for c in diff.changes
+        if c.rule is None or diff.roundtrip
+    ]
+    skips = [Skip(check.id, reason) for reason in diff.unjudged for check in (RESHAPED, RETYPED)]
+    return tuple(findings), tuple(skips)
+
+
+def _unexplained(change: Change, diff: Diff) -> Finding:
+    check = _CHECKS[change.kind]
+    names = change.old if change.kind == "removed" else change.new
+    count = many(len(names), "tensor")
+    verb = "is" if len(names) == 1 else "are"
+    what = f": {change.text}" if change.text else ""
+    message = {
+        "removed": f"{count} of A {verb} not in B{what}.",
+        "added": f"{count} of B {verb} not in A{what}.",
+        "reshaped": f"{count} {verb} {change.text}.",
+        "retyped": f"{change.text[:1].upper()}{change.text[1:]}.",
+    }[change.kind]
+    if change.nearest is not None:
+        message += f" Most alike on the other side: `{printable(change.nearest)}`."
+    return _finding(
+        change,
+        check,
+        message,
+        _severity(change, check, diff),
+        _UNDECIDABLE if change.undecidable else _MENDS[change.kind],
+    )
+
+
+def _severity(change: Change, check: Check, diff: Diff) -> Severity:
+    if diff.roundtrip:
+        return "error"
+    if change.undecidable:
+        return "warning"
+    floats = ("F", "BF")
+    numbers = change.kind == "retyped" and change.wanted.startswith(floats) != change.found.startswith(floats)
+    return "error" if numbers else check.severity
+
+
+def _explained(change: Change) -> Finding:
+    one, other = len(set(change.old)), len(set(change.new))
+    count = (
+        many(one or other, "tensor") if one == other or not one or not other else f"{many(one, 'tensor')} into {other}"
+    )
+    return _finding(change, NOT_IDENTICAL, f"{count} {change.kind}: {change.text}.", "error", _ROUNDTRIP[change.kind])
+
+
+def _finding(change: Change, check: Check, message: str, severity: Severity, mend: str) -> Finding:
+    names = tuple(sorted(set(change.new or change.old), key=natural_key))
+    return Finding(
+        check=check.id,
+        title=check.title,
+        severity=severity,
+        blame="undecidable" if change.undecidable else "checkpoint",
+        names=names,
+        count=len(names),
+        bytes=change.new_bytes if change.new else change.old_bytes,
+        wanted=change.wanted,
+        found=change.found,
+        message=message,
+        mend=mend,
+    )

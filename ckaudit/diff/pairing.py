@@ -1,0 +1,141 @@
+"""Which units of A and of B are the same weight: by name, by layout, by rename."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ckaudit.changes import Link, Rule
+from ckaudit.checks.facts import Facts
+from ckaudit.diff.layouts import Named, relaid
+from ckaudit.diff.names import Renamed, alike, legacy, rename, through
+from ckaudit.diff.units import Unit, members, quantised, units
+
+_ROUNDS = 8
+"""Renames that are looked for; real checkpoints need four at most."""
+
+
+class Relaid(msgspec.Struct, frozen=True):
+    """Units that are one weight in two layouts: `old` and `new` together hold the same."""
+
+    old: tuple[Unit, ...]
+    new: tuple[Unit, ...]
+
+
+class Pairing:
+    """The units of two checkpoints, brought together until no rule brings two more together."""
+
+    def __init__(self, a: Facts, b: Facts) -> None:
+        self.a, self.b = a, b
+        self.pairs: list[tuple[Unit, Unit]] = []
+        """Units that are one weight, those apart that do not differ at all."""
+        self.same: Counter[str | None] = Counter()
+        """How many tensors of each dtype do not differ at all."""
+        self.renamed: dict[tuple[Rule, str], list[Link]] = defaultdict(list)
+        """By rule and its words."""
+        self.relaid: dict[tuple[Rule, str], list[Relaid]] = defaultdict(list)
+        self.old: dict[str, Unit] = {}
+        """The units of A without a partner, by name; in `new` those of B."""
+        self.new: dict[str, Unit] = {}
+        self._rules: list[Renamed] = []
+        self._start()
+        self._pair_up()
+
+    def _start(self) -> None:
+        """Pairs of one name. Tensors that are the same on both sides are not even made units."""
+        ours, theirs = self.a.checkpoint.tensors, self.b.checkpoint.tensors
+        same = {
+            name
+            for name, tensor in ours.items()
+            if (other := theirs.get(name)) is not None and tensor.dtype == other.dtype and tensor.shape == other.shape
+        }
+        if len(same) < max(len(ours), len(theirs)):
+            old, new = quantised(self.a), quantised(self.b)
+            for name in [n for n in old if n in new and old[n].scheme == new[n].scheme]:
+                del old[name], new[name]  # of one scheme on both sides: told tensor by tensor
+            same.difference_update(m for unit in (*old.values(), *new.values()) for m in unit.members)
+            self.old = units(self.a.checkpoint, (n for n in ours if n not in same), old)
+            self.new = units(self.b.checkpoint, (n for n in theirs if n not in same), new)
+            self._take([(unit, self.new[name]) for name, unit in self.old.items() if name in self.new])
+        self.same.update(ours[name].dtype for name in same)
+
+    def _take(self, pairs: Iterable[tuple[Unit, Unit]]) -> list[Link]:
+        """Pairs leave what is without a partner. Weights of one quantisation are pairs tensor by tensor."""
+        links: list[Link] = []
+        for one, other in pairs:
+            del self.old[one.name], self.new[other.name]
+            if one.scheme is None or one.scheme != other.scheme:
+                self.pairs.append((one, other))
+                links.append(Link(one.members, other.members))
+                continue
+            both, ours, theirs = members(one, other, self.a.checkpoint, self.b.checkpoint)
+            self.pairs += both
+            links += [Link(x.members, y.members) for x, y in both]
+            self.old |= {u.name: u for u in ours}
+            self.new |= {u.name: u for u in theirs}
+        return links
+
+    def _pair_up(self) -> None:
+        for _ in range(_ROUNDS):
+            self._layouts()
+            if not self._rename():
+                break
+        for kind in (legacy, alike):
+            old, new = self._through()
+            for found in list(kind(_units(old), _units(new))):
+                self._renamed(found, old, new)
+        self._layouts()
+
+    def _rename(self) -> bool:
+        """One more rename, of the names as they are stored or else of those that the renames so far made of them."""
+        found = rename(self.old, self.new)
+        old, new = self._through(())
+        if found is None and self._rules:
+            old, new = self._through()
+            found = rename(_units(old), _units(new))
+        if found is None:
+            return False
+        self._renamed(found, old, new)
+        self._rules.append(found)
+        return True
+
+    def _renamed(self, found: Renamed, old: Named, new: Named) -> None:
+        before = {u.name: texts for u, texts in (*old.values(), *new.values()) if texts}
+        groups: dict[str, list[tuple[Unit, Unit]]] = defaultdict(list)
+        for one, other in found.pairs:
+            if one.name in self.old and other.name in self.new:
+                texts = (*before.get(one.name, ()), found.text, *before.get(other.name, ()))
+                groups["; ".join(dict.fromkeys(texts))].append((one, other))
+        for text, pairs in groups.items():
+            self.renamed[found.rule, text] += self._take(pairs)
+
+    def _layouts(self) -> None:
+        if not self.old or not self.new:
+            return
+        old, new = self._through()
+        for many, one, fused in ((old, new, True), (new, old, False)):
+            for found in relaid(many, one):
+                arrow = found.text if fused else f"{found.text} on the side of A"
+                self.relaid[found.rule, arrow] += self._laid(found.groups, fused=fused)
+
+    def _laid(self, groups: Sequence[tuple[tuple[Unit, ...], Unit]], *, fused: bool) -> list[Relaid]:
+        many, one = (self.old, self.new) if fused else (self.new, self.old)
+        done = []
+        for parts, whole in groups:
+            if whole.name in one and all(p.name in many for p in parts):
+                del one[whole.name]
+                for part in parts:
+                    del many[part.name]
+                done.append(Relaid(parts, (whole,)) if fused else Relaid((whole,), parts))
+        return done
+
+    def _through(self, rules: Sequence[Renamed] | None = None) -> tuple[Named, Named]:
+        """What is loose by the names that the renames so far (or `rules`) give it."""
+        rules = self._rules if rules is None else rules
+        return through(rules, self.old, back=False), through(rules, self.new, back=True)
+
+
+def _units(named: Named) -> Mapping[str, Unit]:
+    return {name: unit for name, (unit, _) in named.items()}

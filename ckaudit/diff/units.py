@@ -1,0 +1,96 @@
+"""Tensors as units: what is compared is a weight, and a quantised weight is all of its tensors together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import msgspec
+
+from ckaudit.checkpoint import Checkpoint, TensorSpec
+from ckaudit.checks.companions import recognised
+from ckaudit.checks.facts import Facts, split
+from ckaudit.header import DTYPE_BITS
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Bits of one quantised element, in the schemes that are known."""
+
+
+class Unit(msgspec.Struct, frozen=True, gc=False):
+    """One weight of a checkpoint: a tensor, or a quantised weight with its companions (`scheme` names how)."""
+
+    name: str
+    """The tensor's name; for a quantised weight the name that the plain weight would have."""
+    members: tuple[str, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    """None when unknown: no header was read, or the scheme packs elements."""
+    scheme: str | None = None
+    bits: int | None = None
+    """Bits of data of a quantised weight itself, companions apart."""
+
+
+def plain(tensor: TensorSpec) -> Unit:
+    """One tensor as a unit."""
+    return Unit(tensor.name, (tensor.name,), tensor.dtype, tensor.shape)
+
+
+def quantised(facts: Facts) -> dict[str, Unit]:
+    """The quantised weights of a checkpoint by the name of the plain weight."""
+    tensors = facts.checkpoint.tensors
+    schemes: dict[str, str] = {}
+    for scheme, kinds in recognised(facts).items():
+        schemes |= {module: scheme.name for modules in kinds.values() for module in modules}
+    if not schemes:
+        return {}
+    members: dict[str, list[str]] = {}
+    for name in tensors:
+        module, leaf = split(name)
+        if module in schemes and leaf != "bias":
+            members.setdefault(module, []).append(name)
+    found = (_unit(module, [tensors[n] for n in names], schemes[module]) for module, names in members.items())
+    return {unit.name: unit for unit in found}
+
+
+def _unit(module: str, tensors: list[TensorSpec], scheme: str) -> Unit:
+    name = f"{module}.weight"
+    stored = next((t for t in tensors if t.name == name), None)
+    if stored is None:
+        if any(t.name.startswith(f"{module}_") for t in tensors):
+            name = module  # a fused parameter: `experts.down_proj_blocks`
+        stored = max(tensors, key=lambda t: t.nbytes or 0)
+    whole = stored.dtype is not None and (stored.dtype.startswith("F8_") or stored.dtype == "I8")
+    bits = prod(stored.shape) * DTYPE_BITS[stored.dtype] if stored.shape is not None and stored.dtype else None
+    return Unit(
+        name, tuple(t.name for t in tensors), stored.dtype, stored.shape if whole else None, scheme, bits
+    )  # fmt: skip
+
+
+def fits(weight: Unit, packed: Unit) -> bool:
+    """Whether a plain `weight` can be what `packed` holds: the same shape, or so many whole bits for each element. True when unknown."""
+    if weight.shape is None or packed.bits is None:
+        return True
+    if packed.shape is not None:
+        return packed.shape == weight.shape
+    elements = prod(weight.shape)
+    return elements > 0 and any(packed.bits == width * elements for width in _WIDTHS)
+
+
+def members(
+    one: Unit, other: Unit, a: Checkpoint, b: Checkpoint
+) -> tuple[list[tuple[Unit, Unit]], list[Unit], list[Unit]]:
+    """Two weights of one scheme tensor by tensor: pairs, and what one side alone has."""
+    ours, theirs = ({split(n)[1]: plain(c.tensors[n]) for n in u.members} for u, c in ((one, a), (other, b)))
+    return (
+        [(ours[leaf], theirs[leaf]) for leaf in ours if leaf in theirs],
+        [ours[leaf] for leaf in ours if leaf not in theirs],
+        [theirs[leaf] for leaf in theirs if leaf not in ours],
+    )
+
+
+def units(checkpoint: Checkpoint, names: Iterable[str], collapsed: Mapping[str, Unit]) -> dict[str, Unit]:
+    """Units of these tensors by name: those of `collapsed` as they are, every other tensor as one of its own."""
+    inside = {m for unit in collapsed.values() for m in unit.members}
+    found = {name: plain(checkpoint.tensors[name]) for name in names if name not in inside}
+    return found | dict(collapsed)

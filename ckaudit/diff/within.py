@@ -1,0 +1,132 @@
+"""What changed within pairs: quantisation, dtypes, shapes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+from ckaudit.changes import Change, Link
+from ckaudit.checks.names import HARMLESS
+from ckaudit.diff.made import Sizes
+from ckaudit.diff.pairing import Pairing
+from ckaudit.diff.reasons import reshaped as reasons
+from ckaudit.diff.units import FLOATS, Unit, fits
+
+Pair = tuple[Unit, Unit]
+
+
+def within(pairing: Pairing, sizes: Sizes) -> Iterator[Change]:
+    """Every change of what two sides have in common."""
+    plain = [p for p in pairing.pairs if p[0].scheme is None and p[1].scheme is None]
+    yield from _quantised([p for p in pairing.pairs if p[0].scheme != p[1].scheme], sizes)
+    parts = [
+        (one, other)
+        for groups in pairing.relaid.values()
+        for group in groups
+        for one in group.old
+        for other in group.new
+        if one.scheme is None and other.scheme is None
+    ]
+    yield from _retyped(plain, parts, pairing.same, sizes)
+    yield from _reshaped(
+        [p for p in plain if None not in (p[0].shape, p[1].shape) and p[0].shape != p[1].shape], pairing, sizes
+    )
+
+
+def _quantised(pairs: Iterable[Pair], sizes: Sizes) -> Iterator[Change]:
+    """Weights that are quantised on one side, or otherwise on the other; told by scheme."""
+    groups: dict[str, list[Link]] = defaultdict(list)
+    wrong: dict[str, list[Pair]] = defaultdict(list)
+    for one, other in pairs:
+        text = f"{one.scheme or one.dtype or 'plain'} → {other.scheme or other.dtype or 'plain'}"
+        weight, packed = (one, other) if one.scheme is None else (other, one)
+        if weight.scheme is None and not fits(weight, packed):
+            wrong[text].append((one, other))
+        else:
+            groups[text].append(Link(one.members, other.members))
+    for text, links in groups.items():
+        yield sizes.change("quantised", "quantised", text, links)
+    for text, bad in wrong.items():
+        one, other = bad[0]
+        yield sizes.change(
+            "reshaped", None, f"quantised ({text}), and what is stored is not of the weight's size", _links(bad),
+            wanted=_shape(one), found=_shape(other),
+        )  # fmt: skip
+
+
+def _retyped(pairs: list[Pair], parts: list[Pair], same: Mapping[str | None, int], sizes: Sizes) -> Iterator[Change]:
+    """Casts. One is explained where every tensor of a dtype took part in it, and most of the checkpoint did."""
+    links: dict[tuple[str, str], list[Link]] = defaultdict(list)
+    counts: Counter[tuple[str | None, str | None]] = Counter({(d, d): n for d, n in same.items()})
+    quiet: list[Link] = []
+    for one, other in (*pairs, *parts):
+        if None in (one.dtype, other.dtype):
+            continue
+        if one.dtype != other.dtype and HARMLESS.search(one.name):
+            quiet.append(Link(one.members, other.members))
+            continue
+        counts[one.dtype, other.dtype] += 1
+        if one.dtype != other.dtype:
+            links[str(one.dtype), str(other.dtype)].append(Link(one.members, other.members))
+    if quiet:
+        yield sizes.change("retyped", "buffer", "tables that every loader computes by itself", quiet)
+    most = 2 * sum(n for (x, y), n in counts.items() if x != y) >= sum(counts.values())
+    for (before, after), changed in links.items():
+        rest = sum(n for (x, y), n in counts.items() if x == before and y != after)
+        uniform = most and not rest and {before, after} <= FLOATS
+        text = f"{before} → {after}"
+        if not uniform:
+            kept = counts[before, before]
+            text = f"{len(changed)} of {len(changed) + rest} {before} tensors are {after} in B" + (
+                f", {kept} kept their dtype" if kept else ""
+            )
+            if not rest:
+                text = f"the only {before} tensors are {after} in B, and most tensors kept their dtype"
+        yield sizes.change("retyped", "cast" if uniform else None, text, changed, wanted=before, found=after)
+
+
+def _reshaped(pairs: list[Pair], pairing: Pairing, sizes: Sizes) -> Iterator[Change]:
+    found = reasons(pairs, pairing.a, pairing.b)
+    explained: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    left: dict[str, list[Pair]] = defaultdict(list)
+    for i, pair in enumerate(pairs):
+        if i in found:
+            explained[found[i].rule, found[i].text].append(pair)
+        else:
+            left[_how(pair)].append(pair)
+    for reason in found.values():
+        if group := explained.pop((reason.rule, reason.text), None):
+            yield sizes.change(
+                "reshaped",
+                reason.rule,
+                reason.text,
+                _links(group),
+                wanted=_shape(group[0][0]),
+                found=_shape(group[0][1]),
+            )
+    for text, bad in left.items():
+        yield sizes.change("reshaped", None, text, _links(bad), wanted=_shape(bad[0][0]), found=_shape(bad[0][1]))
+
+
+def _how(pair: Pair) -> str:
+    one, other = pair[0].shape or (), pair[1].shape or ()
+    if (len(one) > 1 and one[::-1] == other) or (
+        len(one) == len(other) == 3 and (*one[:-2], one[-1], one[-2]) == other
+    ):
+        return "transposed"
+    return "laid out otherwise, with the same number of elements" if prod(one) == prod(other) else "of another size"
+
+
+def _links(pairs: Iterable[Pair]) -> list[Link]:
+    return [Link(a.members, b.members) for a, b in pairs]
+
+
+def _shape(unit: Unit) -> str:
+    return (
+        "unknown"
+        if unit.shape is None and unit.bits is None
+        else str(list(unit.shape))
+        if unit.shape is not None
+        else f"{unit.bits // 8 if unit.bits else 0} bytes"
+    )
