@@ -26,10 +26,12 @@ from ckaudit.checks import behaviour, values  # noqa: E402
 from ckaudit.errors import CkauditError, UsageError  # noqa: E402
 from ckaudit.materialize import LoadOptions, LoadResult, child, host, load, needed_files, processed  # noqa: E402
 from ckaudit.materialize import loading as loading_module  # noqa: E402
+from ckaudit.materialize.classes import pick  # noqa: E402
 from ckaudit.materialize.estimate import estimate, require  # noqa: E402
 from ckaudit.materialize.job import Event  # noqa: E402
 from ckaudit.materialize.layout import Stored  # noqa: E402
 from ckaudit.materialize.stream import DeviceStream  # noqa: E402
+from ckaudit.materialize.watch import Watch  # noqa: E402
 from ckaudit.source import open_source  # noqa: E402
 from tests import tiny_models  # noqa: E402
 
@@ -112,7 +114,6 @@ def test_the_stream_gives_the_loader_what_its_own_reader_gives(
 ) -> None:
     """The path of a GPU, on the CPU: the same threads, layouts and joins, and copies that are not asynchronous."""
     tiny_models.save(kind, tmp_path, shard="20KB")
-    from ckaudit.materialize.classes import pick
     from ckaudit.materialize.handover import handed_over, join_patterns, settle
     from ckaudit.materialize.hostmap import MappedFiles
     from ckaudit.materialize.layout import plan
@@ -140,6 +141,44 @@ def test_the_stream_gives_the_loader_what_its_own_reader_gives(
         fused = next(p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj"))
         assert fused.untyped_storage().nbytes() == fused.nbytes
         assert len(layout.arenas) < len(layout.tensors)
+
+
+def as_fp8(folder: Path) -> None:
+    """A checkpoint of FP8 weights with a scale for each block of 128 x 128, as DeepSeek's are."""
+
+    def change(tensors: dict[str, Any]) -> None:
+        for name in [n for n, t in tensors.items() if t.dim() == 2 and "proj" in n]:
+            rows, columns = (-(-size // 128) for size in tensors[name].shape)
+            tensors[f"{name}_scale_inv"] = torch.full((rows, columns), 0.001)
+            tensors[name] = (tensors[name].float() / 0.001).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    spoil(folder, change)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_fp8_is_made_into_what_the_stock_loader_makes_of_it(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    tiny_models.save(kind, tmp_path)
+    as_fp8(tmp_path)
+    result = run(tmp_path)
+    assert (result.error, result.findings) == (None, ())
+    assert result.load["estimate"]["casts"]
+    assert result.observed is not None
+    assert {s.dtype for s in result.observed.stats} == {"BF16", "F32", "F8_E4M3"}  # values as they are stored
+    job = host.make_job(checkpoint(tmp_path), tmp_path, LoadOptions())
+    cls, config = pick(job.folder, job.options)
+    needed = loading_module.expected_memory(job, config)
+    ours = loading_module.load(job, cls, config, needed, Watch(lambda _event: None)).model.state_dict()
+    theirs = getattr(transformers, cls.__name__).from_pretrained(tmp_path).state_dict()
+    assert [k for k in theirs if not torch.equal(ours[k], theirs[k])] == []
 
 
 def loading_module_key() -> Any:
