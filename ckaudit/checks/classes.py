@@ -94,8 +94,12 @@ def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
     chosen = set(some)
     sizes: dict[str, int] = defaultdict(int)
     inside: dict[str, list[str]] = defaultdict(list)
+    known: dict[str, list[str]] = {}
     for name in every:
-        for path in _heads(name):
+        head = ".".join(name.split(".", 3)[:3]) if name.count(".") > 2 else name.rpartition(".")[0]
+        if head not in known:
+            known[head] = list(_heads(head))
+        for path in known[head]:
             sizes[path] += 1
             if name in chosen:
                 inside[path].append(name)
@@ -103,10 +107,11 @@ def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
     return {p: inside[p] for p in sorted(whole) if not any(p.startswith(f"{q}.") for q in whole)}
 
 
-def _heads(name: str) -> Iterator[str]:
-    segments = name.split(".")[:-1]
-    for i, segment in enumerate(segments[:3]):
-        if segment.isdecimal():
+def _heads(module: str) -> Iterator[str]:
+    """`module` and the paths above it, up to the first number."""
+    segments = module.split(".")
+    for i, segment in enumerate(segments):
+        if segment.isdecimal() or not segment:
             return
         yield ".".join(segments[: i + 1])
 

@@ -219,10 +219,10 @@ _OTHER_ENGINE = "Use an engine that reads this scheme for these modules, or the 
 
 def unquantised_modules(case: Case) -> Iterator[Finding]:
     """The same as `unquantised_here`, only of modules that the engine has under the looked-up name: no rename could mend those."""
-    built = {split(p.name)[0] for p in case.plan.parameters} if any(TAIL.search(n) for n in case.strays) else set()
-    return (
-        _unquantised(case, {n for n, f in case.strays.items() if split(f.into or n)[0] in built}) if built else iter(())
-    )
+    if not any(n in case.strays for n in case.facts.matching(TAIL)):
+        return iter(())
+    built = {split(p.name)[0] for p in case.plan.parameters}
+    return _unquantised(case, {n for n, f in case.strays.items() if split(f.into or n)[0] in built})
 
 
 def unquantised_here(case: Case) -> Iterator[Finding]:
@@ -232,8 +232,9 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
 
 def _unquantised(case: Case, among: set[str]) -> Iterator[Finding]:
     told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}
-    strays = [n for n in case.strays if n in among and (TAIL.search(n) or n in told)]
-    cache = [n for n in case.strays if n in among and _KV.search(n)]
+    known = told.union(case.facts.matching(TAIL))
+    strays = [n for n in case.strays if n in among and n in known]
+    cache = [n for n in case.facts.matching(_KV) if n in among]
     if cache:
         yield case.finding(
             SCHEME, f"{len(cache)} scales of the KV cache are left out; a quantised cache then uses 1.0: {listed(cache)}.", names=cache,

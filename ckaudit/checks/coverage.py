@@ -73,7 +73,7 @@ def _experts(facts: Facts, dense: list[str]) -> Iterator[Finding]:
 def quantised_here(case: Case) -> Iterator[Finding]:
     """Plain weights that have no place because this engine builds their modules quantised: its ignore list did not reach them."""
     config = declared(case.facts)
-    built = {split(g)[0] for g in case.gaps if TAIL.search(g)} if config else set()
+    built = {split(g)[0] for g in case.gaps if TAIL.search(g)} if config and case.strays else set()
     tensors = case.facts.checkpoint.tensors
     strays = [
         n for n, f in case.strays.items()

@@ -26,6 +26,9 @@ HARMLESS = re.compile(
     r"rotary\S*\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(position_ids|num_batches_tracked|masked_bias)$|rotary_emb\.scaling_factor$"
 )
 
+_ENDS = ("inv_freq", "_cached", "position_ids", "num_batches_tracked", "masked_bias", "scaling_factor")
+"""What `HARMLESS` can end in: a quick look at names that are not the files'."""
+
 
 def not_in_the_files(case: Case) -> Iterator[Finding]:
     """Takes the parameters whose tensors the index promises and no shard holds: the container's findings tell of those."""
@@ -55,8 +58,9 @@ def _place(name: str) -> tuple[str, ...]:
 
 def harmless(case: Case) -> Iterator[Finding]:
     """Takes stored tables that every engine computes by itself: a note, since nothing is lost."""
-    extra = [n for n in case.strays if HARMLESS.search(n) or _causal_mask(case, n)]
-    absent = [g for g in case.gaps if HARMLESS.search(g)]
+    known = set(case.facts.matching(HARMLESS))
+    extra = [n for n in case.strays if n in known or _causal_mask(case, n)]
+    absent = [g for g in case.gaps if g.endswith(_ENDS) and HARMLESS.search(g)]
     if extra:
         yield case.finding(
             SILENT,
