@@ -327,3 +327,15 @@ def test_the_engine_imports_neither_torch_nor_the_hub():
     heavy = "('torch', 'transformers', 'huggingface_hub')"
     code = f"import sys, ckaudit.engines.rules.judge; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_release_that_fails_names_those_that_load_it():
+    """0.22 to 0.24 and 0.30 to 0.33 load MiniCPM-V 4.6 (`FATES`); one that loads has nothing to say of others."""
+    notes = {n.kind: n.text for n in plan("rules:vllm==0.27.1").notes}
+    assert notes["loads-elsewhere"] == ">=0.22.0,<0.25.0 or >=0.30.0,<=0.33.0"
+    assert "loads-elsewhere" not in {n.kind for n in plan("rules:vllm==0.33.0").notes}
+
+
+def test_a_checkpoint_that_no_release_loads_is_sent_to_none():
+    lost = {n: v for n, v in TENSORS.items() if "layer_norm1" not in n}
+    assert "loads-elsewhere" not in {n.kind for n in plan("rules:vllm==0.27.1", tensors=lost).notes}

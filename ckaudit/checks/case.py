@@ -79,6 +79,14 @@ class Case:
     def _loaded_by(self) -> list[tuple[Plan, frozenset[str]]]:
         return [(p, frozenset(n.name for n in p.names if n.fate == "loaded")) for p in self.others]
 
+    def use_instead(self, names: Iterable[str]) -> str:
+        """`Use …, which loads them`, where another judged engine does, or other releases by the same rule book; else nothing."""
+        plan = self.loads_elsewhere(names)
+        note = next((n.text for n in self.plan.notes if n.kind == "loads-elsewhere"), None)
+        if plan is None and note is None:
+            return ""
+        return f"Use {f'vLLM {note}' if note else plan.id if plan else ''}, which loads them"
+
     def loads_elsewhere(self, names: Iterable[str]) -> Plan | None:
         """Another engine that loads all of these tensors (or, given none, the whole checkpoint); the same software first."""
         wanted = set(names)

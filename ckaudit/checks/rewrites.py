@@ -76,8 +76,8 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
         else ""
     )
     right = {_full(f.chain[j].at, f.chain[j].before) for f, j in members}
-    elsewhere = case.loads_elsewhere(names)
-    mend = f"Use {elsewhere.id}, which loads them; or l" if elsewhere else "L"
+    instead = case.use_instead(names)
+    mend = f"{instead}; or l" if instead else "L"
     mend += (
         "et the engine apply its rules once."
         if check == TWICE
@@ -165,8 +165,8 @@ def never_fires(case: Case) -> Iterator[Finding]:
             gaps |= {g for g in case.gaps if g.startswith(f"{at}.")}
     for keys_used, (names, gaps, at) in groups.items():
         shown = ", ".join(f"`{printable(k)}`" for k in keys_used)
-        elsewhere = case.loads_elsewhere(names)
-        mend = f"Use {elsewhere.id}, which loads them; or p" if elsewhere else "P"
+        instead = case.use_instead(names)
+        mend = f"{instead}; or p" if instead else "P"
         yield case.finding(
             NEVER,
             f"The rules {shown} sit on `{printable(at)}`, whose loader sees names without that path: nothing there begins with a dot, "

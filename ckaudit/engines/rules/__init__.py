@@ -8,6 +8,7 @@ Note kinds of its plans, for checks and reports:
 - `unread-release`: the release lies in a section's range, but its own sources were not read.
 - `dead-rule`: a rule can never fire where it sits: its key begins with a dot, and the module's loader sees names whose parent path is
   stripped. `names` are the checkpoint tensors that reached that module and would match without the dot.
+- `loads-elsewhere`: this release fails, and by the same book other releases load the checkpoint whole; the text is their ranges.
 - `tied-twice`: both names of a tied embedding are stored and the release loads both into one parameter.
 """
 
@@ -24,7 +25,7 @@ from ckaudit import rulebook
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import Engine, EngineOptions
 from ckaudit.errors import EngineError, RuleError
-from ckaudit.plan import Plan
+from ckaudit.plan import Note, Plan
 from ckaudit.progress import Progress
 from ckaudit.rulebook.book import Book, Section
 from ckaudit.rulebook.model import UnresolvedError, resolve
@@ -91,10 +92,35 @@ class RulesEngine:
             return self._not_judged(str(error))
         name = self.id if self.book or self.release else f"rules:{book.project}=={release}"
         plan = judge(checkpoint, book, section, model)
-        return msgspec.structs.replace(plan, id=name, release=release)
+        notes = plan.notes
+        if plan.verdict == "fails" and (whole := _whole(checkpoint, book)):
+            notes = (*notes, Note(kind="loads-elsewhere", text=" or ".join(whole)))
+        return msgspec.structs.replace(plan, id=name, release=release, notes=notes)
 
     def _not_judged(self, reason: str) -> Plan:
         return Plan(id=self.id, engine="rules", release=self.release, method="rules", not_judged=reason)
+
+
+def _whole(checkpoint: Checkpoint, book: Book) -> list[str]:
+    """The ranges of releases that load the checkpoint whole, by the book; neighbours are joined, oldest first."""
+    from ckaudit.engines.rules.judge import judge
+
+    ranges: list[str] = []
+    for section in sorted((s for s in book.sections if s.read), key=lambda s: Version(s.read[0])):
+        try:
+            plan = judge(checkpoint, book, section, resolve(book, section, section.read[0], checkpoint.config or {}))
+        except (UnresolvedError, RuleError):
+            continue
+        if plan.verdict != "loads":
+            continue
+        this = section.releases.replace(" ", "")
+        low, _, high = this.partition(",")
+        before, _, last = ranges[-1].partition(",") if ranges else ("", "", "")
+        if high and last and last == low.replace(">=", "<"):
+            ranges.pop()
+            this = f"{before},{high}"
+        ranges.append(this)
+    return ranges
 
 
 def _unjudged(checkpoint: Checkpoint, named: list[str], book: Book | None, *, own: bool) -> str | None:
