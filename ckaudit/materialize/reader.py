@@ -93,10 +93,10 @@ class Reader:
                     "Check the disk and the file's permissions.",
                 ) from error
             if not got:
-                raise cut_short(self._files[shard], start - lead + done, start + length)
+                raise cut_short(self._files[shard], os.fstat(handle).st_size, start + length)
             done += got
             if done < want and direct and done % PAGE:  # the last page of a file is a short one
-                raise cut_short(self._files[shard], start - lead + done, start + length)
+                raise cut_short(self._files[shard], os.fstat(handle).st_size, start + length)
         return lead
 
     def _open(self, shard: int, direct: bool) -> int:
