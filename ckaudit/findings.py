@@ -153,6 +153,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     source: Target | None = None
     """What the target was compared with."""
     diff: Diff | None = None
+    adapter: dict[str, Any] | None = None
+    """What the target adapts and where that binds, where it is an adapter."""
     fail_on: FailOn = "error"
     """The mildest severity that makes `exit_code` 1."""
     allow_not_judged: bool = False

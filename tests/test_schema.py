@@ -18,7 +18,9 @@ SCHEMA = json.loads(schema_v1.SCHEMA.read_text(encoding="utf-8"))
 
 # The contract, typed once more by hand: a key may be added here, never renamed or dropped.
 KEYS = {
-    "Document": "schema_version tool target engines findings skips load forward perplexity diff summary exit_code",
+    "Document": "schema_version tool target engines findings skips load forward perplexity adapter diff summary exit_code",
+    "Adapter": "dialect method rank base_named base base_revision modules replaced engines",
+    "AdapterEngine": "id bound absent untargeted converted form open",
     "Tool": "name version",
     "Target": "name revision source architectures model_type tensors parameters bytes shards dtypes",
     "Engine": "id engine release method requested verdict error options environment summary tp names",

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import (
+    adapters,
     behaviour,
     classes,
     companions,
@@ -46,7 +47,7 @@ CHECKS: tuple[Check, ...] = tuple(
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
             *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
-            *differences.CHECKS,
+            *differences.CHECKS, *adapters.CHECKS,
         ),
         key=lambda c: c.id,
     )

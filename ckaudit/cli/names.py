@@ -34,6 +34,9 @@ from ckaudit.cli.options import (
 def names(
     target: TargetArg,
     engine: Engines = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="TARGET", help="Of an adapter: the model that it is to be laid on.")
+    ] = None,
     json: Annotated[
         str | None,
         typer.Option(
@@ -102,6 +105,7 @@ def names(
         report = audit(
             target,
             engine or None,
+            base=base,
             jobs=jobs,
             trust_remote_code=trust_remote_code,
             offline=offline,

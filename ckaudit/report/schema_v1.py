@@ -244,6 +244,32 @@ class Diff(msgspec.Struct, frozen=True):
     changes: Annotated[tuple[Change, ...], Meta(description="Every difference, explained or not.")]
 
 
+class AdapterEngine(msgspec.Struct, frozen=True):
+    """The modules of an adapter in one engine, each in exactly one count."""
+
+    id: Annotated[str, Meta(description="As in engines; base-names goes by the names in the base's files.")]
+    bound: Annotated[Count, Meta(description="Laid on the module that they are meant for.")]
+    absent: Annotated[Count, Meta(description="The base has no module of that path.")]
+    untargeted: Annotated[Count, Meta(description="target_modules does not name them, so they are passed over.")]
+    converted: Annotated[Count, Meta(description="Their target is taken for one of the experts.")]
+    form: Annotated[Count, Meta(description="The engine has no place for adapters of this form, or cannot read the name.")]
+    open: Annotated[Count, Meta(description="Not judged.")]
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """What the target adapts, where it is an adapter; engines then hold the fates of its tensors on the base."""
+
+    dialect: Annotated[Literal["peft", "kohya", "diffusers", "xlabs"], Meta(description="How its tensors are named.")]
+    method: Annotated[str, Meta(description="LORA, ADALORA … as PEFT calls it; OTHER where nothing says so.")]
+    rank: Annotated[int | None, Meta(description="r of adapter_config.json.")]
+    base_named: Annotated[str | None, Meta(description="base_model_name_or_path of adapter_config.json.")]
+    base: Annotated[str | None, Meta(description="The base that it was laid on; null when none was given.")]
+    base_revision: Annotated[str | None, Meta(description="Its commit; null for a local one.")]
+    modules: Annotated[Count, Meta(description="Modules that it adapts.")]
+    replaced: Annotated[Count, Meta(description="Modules of which it replaces whole tensors (modules_to_save).")]
+    engines: Annotated[tuple[AdapterEngine, ...], Meta(description="Where they bind; engines without a verdict left out.")]
+
+
 class Document(msgspec.Struct, frozen=True):
     """A ckaudit report, version 1. null sections were not run. The order is stable: the same input gives the same bytes."""
 
@@ -258,6 +284,7 @@ class Document(msgspec.Struct, frozen=True):
     load: Annotated[dict[str, Any] | None, Meta(description="A real load, where one was run.")]
     forward: Annotated[dict[str, Any] | None, Meta(description="A forward pass, where one was run.")]
     perplexity: Annotated[dict[str, Any] | None, Meta(description="A perplexity comparison, where one was run.")]
+    adapter: Annotated[Adapter | None, Meta(description="Where an adapter binds; null when the target is none.")]
     diff: Annotated[Diff | None, Meta(description="A comparison with another checkpoint, where one was asked for.")]
     summary: Annotated[Summary, Meta(description="The findings in numbers.")]
     exit_code: Annotated[

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckaudit.findings import Report
+from ckaudit.report.terminal.adapter import adapter
 from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
@@ -45,6 +46,8 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
     if not quiet:
         yield from _header(report)
         yield ""
+    if report.adapter is not None:
+        yield from adapter(report.adapter)
     yield from verdicts(report, width, verbose=verbose)
     if not quiet:
         yield from findings(report, verbose=verbose)

@@ -1,0 +1,89 @@
+"""What PEFT does with an adapter whose base transformers builds. Pure.
+
+Facts, each run against the released code in the tests: PEFT 0.21.2 (`tuners/tuners_utils.py`, `utils/save_and_load.py`,
+`utils/transformers_weight_conversion.py`) on transformers 5.24.0. A tensor is put into a module only where the module's full path is that
+of the name and `target_modules` names it; what is left is passed over, and modules that are not served keep factors that change nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+FUSED: dict[str, dict[str, str]] = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen2_moe": {
+        "gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj",
+    },
+}  # fmt: skip
+"""Of models whose experts transformers 5 builds fused: which targets PEFT turns into parameters of the experts."""
+
+_FAMILIES: dict[str, str] = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "mixtral"),
+    **dict.fromkeys(
+        (
+            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+            "glm4v_moe", "longcat_flash", "solar_open", "mellum", "qwen3_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
+            "qwen3_omni_moe_text", "qwen3_next", "hunyuan_v1_moe", "flex_olmo", "olmoe", "sarvam_mla", "exaone_moe", "cohere2_moe",
+        ),
+        "qwen2_moe",
+    ),
+}  # fmt: skip
+"""Model types that PEFT converts. Not `qwen2_moe` itself: an adapter on its single experts is passed over."""
+
+
+def family(model_type: object) -> dict[str, str]:
+    """What PEFT makes of the targets of this type of model; empty where it converts nothing."""
+    return FUSED.get(_FAMILIES.get(model_type, ""), {}) if isinstance(model_type, str) else {}
+
+
+def pattern_value(patterns: object, module: str) -> Any:
+    """The value of the first key of `rank_pattern` or `alpha_pattern` that ends the path of `module`; None where none does."""
+    for key, value in patterns.items() if isinstance(patterns, dict) else ():
+        if re.fullmatch(rf"(.*\.)?({key})", module) if _compiles(key) else module.endswith(f".{key}"):
+            return value
+    return None
+
+
+def _compiles(pattern: object) -> bool:
+    try:
+        re.compile(str(pattern))
+    except re.error:
+        return False
+    return isinstance(pattern, str) and len(pattern) < 1000
+
+
+def targets(config: dict[str, Any] | None, module: str) -> bool | None:
+    """Whether `target_modules` names `module`; None where the configuration does not say which modules it means."""
+    if config is None:
+        return None
+    asked = config.get("target_modules")
+    if not asked or not isinstance(asked, str | list) or asked == "all-linear":
+        return None
+    if _matches(config.get("exclude_modules"), module):
+        return False
+    if not _matches(asked, module):
+        return False
+    layers = config.get("layers_to_transform")
+    if layers is None or isinstance(asked, str):
+        return True
+    wanted = (
+        {layers}
+        if isinstance(layers, int)
+        else {x for x in layers if isinstance(x, int)}
+        if isinstance(layers, list)
+        else None
+    )
+    named = config.get("layers_pattern")
+    roots = [named] if isinstance(named, str) else [p for p in named or () if isinstance(p, str)]
+    pattern = "|".join(map(re.escape, roots)) or r"[^.]*"
+    found = re.match(rf".*\.(?:{pattern})\.(\d+)\.", module)
+    return None if wanted is None else found is None or int(found[1]) in wanted
+
+
+def _matches(asked: object, module: str) -> bool:
+    if isinstance(asked, str):
+        return _compiles(asked) and re.fullmatch(asked, module) is not None
+    if not isinstance(asked, list):
+        return False
+    return any(isinstance(t, str) and (module == t or module.endswith(f".{t}")) for t in asked)

@@ -1,0 +1,125 @@
+"""What vLLM does with the names of an adapter. Pure.
+
+Facts, read in the released wheels 0.24.0 to 0.33.0: `vllm/lora/utils.py` (`parse_fine_tuned_lora_name`), `lora_model.py`
+(`check_unexpected_modules` looks at the last segment of a path alone), `model_manager.py` (`activate_adapter` passes over a module for
+which the adapter has no full path, at log level DEBUG), `peft_helper.py` (what is refused), `worker_manager.py` (which rules rewrite).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from ckaudit.adapters.dialects import ROOT
+from ckaudit.errors import RuleError
+from ckaudit.mapper import KINDS, Mapper, Rule
+from ckaudit.plan import Plan, Step
+
+_NEWEST = Version("999")
+_DROPS_KEPT = Version("0.29.0")
+"""Before: rules that drop a name are applied to adapters too, and raise (`get_unstacked_mapper`); then `get_rename_mapper`."""
+_CLASSIFIERS = Version("0.31.0")
+"""From here on `score` and `classifier` may be replaced."""
+_FUSED_CHECKED = Version("0.32.0")
+"""From here on an adapter on fused experts is refused where the model keeps its experts apart."""
+_PATTERNS = Version("0.32.0")
+"""From here on `rank_pattern` and `alpha_pattern` are followed; before, every module got `r` and `lora_alpha`."""
+_TEXT_NAMES = Version("0.33.0")
+"""From here on the language model of a multimodal one is also found under the names of the text model alone."""
+
+FUSED_EXPERTS = frozenset(
+    {
+        "GptOssForCausalLM", "InternS1ProForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration",
+    }
+)  # fmt: skip
+"""Architectures whose class sets `is_3d_moe_weight`: they take adapters on fused experts."""
+
+
+def release(plan: Plan) -> Version:
+    """The release of a plan, the newest where it does not say."""
+    try:
+        return Version(plan.release or "")
+    except InvalidVersion:
+        return _NEWEST
+
+
+def renames(plan: Plan) -> Mapper:
+    """The rules of the whole model that rewrite adapter names: without those that fuse, and in newer releases without those that drop."""
+    kept = []
+    for hit in plan.rules:
+        if hit.at or hit.rule not in KINDS or hit.rule == "stacked":
+            continue
+        if hit.to is None and release(plan) >= _DROPS_KEPT:
+            continue
+        try:
+            kept.append(Mapper([Rule(hit.rule, hit.key, hit.to)]).rules[0])
+        except RuleError:
+            continue
+    return Mapper(kept)
+
+
+def path(name: str, mapper: Mapper) -> tuple[str | None, tuple[Step, ...], str]:
+    """The module that `name` is looked up as, the rules on the way, and what vLLM raises where it cannot read the name."""
+    rest = name.replace(ROOT, "") if name.startswith(ROOT) else name
+    mapped = mapper.map(rest)
+    if mapped.name is None:
+        return None, mapped.steps, "ValueError: Mapped LoRA weight name cannot be None."
+    text = mapped.name
+    if match := re.fullmatch(r"(.+)\.lora_[AB]\.weight|(.+)\.lora_embedding_[AB]", text):
+        return match[1] or match[2], mapped.steps, ""
+    return None, mapped.steps, f"ValueError: {text} is unsupported LoRA weight"
+
+
+def refused(config: dict[str, Any] | None, plan: Plan) -> list[str]:
+    """What vLLM raises of the configuration alone, in its own words as far as they are fixed."""
+    if config is None:
+        return ["adapter_config.json cannot be read"]
+    out = []
+    lacking = [key for key in ("r", "lora_alpha", "target_modules") if key not in config]
+    if lacking:
+        return [f"Missing required configuration fields: {', '.join(lacking)}"]
+    saved = config.get("modules_to_save")
+    saved = [m for m in saved if isinstance(m, str)] if isinstance(saved, list) else []
+    allowed = {"score", "classifier"} if release(plan) >= _CLASSIFIERS else set()
+    if set(saved) - allowed:
+        out.append(f"vLLM only supports modules_to_save being None (here {', '.join(saved)}).")
+    if config.get("use_dora"):
+        out.append("vLLM does not yet support DoRA.")
+    if config.get("bias", "none") != "none":
+        out.append("Adapter bias is not supported.")
+    return out
+
+
+def patterns_ignored(config: dict[str, Any] | None, plan: Plan) -> list[str]:
+    """The keys of the configuration that this release does not look at, although they change what the adapter computes."""
+    held = config or {}
+    return [k for k in ("rank_pattern", "alpha_pattern") if held.get(k)] if release(plan) < _PATTERNS else []
+
+
+def takes_fused(plan: Plan, architectures: Iterable[object]) -> bool:
+    """Whether the model's class takes adapters on fused experts; `architectures` are those of the base's config."""
+    return not FUSED_EXPERTS.isdisjoint(a for a in (plan.architecture, *architectures) if isinstance(a, str))
+
+
+def refuses_fused(plan: Plan) -> bool:
+    """Whether an adapter on fused experts raises where the class does not take it; before, it is passed over."""
+    return release(plan) >= _FUSED_CHECKED
+
+
+def text_names(looked: str, modules: Iterable[str], plan: Plan) -> str | None:
+    """The module of a multimodal model's language model that newer releases find under a text model's name; None where none is."""
+    if release(plan) < _TEXT_NAMES:
+        return None
+    held = set(modules)
+    roots = {m.partition(".")[0] for m in held} - {"model", "lm_head"}
+    for root in sorted(roots, key=lambda r: ("language" not in r, "llm" not in r, "text" not in r, r)):
+        if not re.search("language|llm|text|thinker", root):
+            continue
+        for found in (f"{root}.{looked}", f"{root}.{looked.removeprefix('model.')}"):
+            if found in held:
+                return found
+    return None

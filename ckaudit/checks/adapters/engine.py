@@ -1,0 +1,137 @@
+"""CK904, CK907, CK909, CK910: what one engine does not take of an adapter that binds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckaudit.adapters import Adapter, peft, shapes, vllm
+from ckaudit.adapters.binding import Binding
+from ckaudit.adapters.dialects import ROOT
+from ckaudit.checks.adapters.rows import (
+    FORM,
+    REFUSED,
+    UNSERVED,
+    UNTARGETED,
+    finding,
+    names_of,
+)
+from ckaudit.checks.case import many
+from ckaudit.findings import Finding
+from ckaudit.naming import printable
+
+MAX_LORA_RANK = 16
+"""vLLM's default for `--max-lora-rank` (vllm/config/lora.py, 0.24 to 0.33)."""
+
+
+def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    lost = [o for o in binding.outcomes if o.state == "form"]
+    fused = [
+        o for o in lost if shapes.FUSED.fullmatch(o.looked) and not o.raises.endswith("is unsupported LoRA weight")
+    ]
+    if fused:
+        names = names_of(o.unit for o in fused)
+        what = "raises" if any(o.raises for o in fused) else "drops them or breaks on them"
+        yield finding(
+            adapter, FORM, f"{many(len(names), 'tensor')} adapt fused experts (`target_parameters`), for which {binding.plan.id} has no "
+            f"place in this architecture: it {what}.", names, engine=binding.plan.id, severity="error", blame="engine",
+            mend="Merge the adapter into the base, or use a release and options that take it (--enable-mixed-moe-lora-format).",
+            wanted="adapters of single experts, or an architecture that takes fused ones", found=printable(names[0]),
+        )  # fmt: skip
+    others = [o for o in lost if o not in fused]
+    if others and not ((adapter.config or {}).get("use_dora") and all(o.unit.of("magnitude") for o in others)):
+        names = names_of(o.unit for o in others)
+        yield finding(
+            adapter, FORM, f"{binding.plan.id} cannot read {many(len(names), 'name')}, such as `{printable(names[0])}`: it raises.", names,
+            engine=binding.plan.id, severity="error",
+            mend="Save the adapter with PEFT's save_pretrained: it writes the names that engines read.",
+            wanted="….lora_A.weight, ….lora_B.weight", found=printable(names[0]),
+        )  # fmt: skip
+
+
+def fused(adapter: Adapter, *, bound: bool) -> Iterator[Finding]:
+    """Without an engine that would know: adapters of fused experts are of a form that only some software reads."""
+    names = names_of(u for u in adapter.modules if shapes.FUSED.fullmatch(u.path))
+    if names:
+        yield finding(
+            adapter, FORM, f"{many(len(names), 'tensor')} adapt fused experts (`target_parameters`): PEFT 0.17 and newer reads them, vLLM "
+            "only for a few architectures; elsewhere they are dropped.", names, severity="note" if bound else None,
+            mend="Ask the engine that will serve it: --engine vllm==X. Or merge the adapter into the base.",
+            wanted="adapters of modules", found=printable(names[0]),
+        )  # fmt: skip
+
+
+def targets(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    for state in ("untargeted", "converted"):
+        lost = [o for o in binding.outcomes if o.state == state]
+        if not lost:
+            continue
+        names = names_of(o.unit for o in lost)
+        engine = state == "converted"
+        why = (
+            f"{lost[0].why}: no adapter is put on the module itself" if engine else "`target_modules` does not name it"
+        )
+        yield finding(
+            adapter, UNTARGETED, f"{many(len(lost), 'module')} of {len(adapter.modules)} get no adapter, such as "
+            f"`{printable(lost[0].unit.path)}`: {printable(why)}. PEFT passes over their {many(len(names), 'tensor')}.", names,
+            engine=binding.plan.id, blame="engine" if engine else "config",
+            mend="Merge the adapter with the releases that it was trained with (transformers 4)." if engine
+            else "Add them to `target_modules` in adapter_config.json.",
+            wanted=printable(lost[0].unit.path), found=", ".join(sorted(map(printable, _asked(adapter))))[:200],
+        )  # fmt: skip
+
+
+def _asked(adapter: Adapter) -> list[str]:
+    asked = (adapter.config or {}).get("target_modules")
+    return [asked] if isinstance(asked, str) else [t for t in asked or () if isinstance(t, str)]
+
+
+def unserved(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    """Modules that PEFT gives an adapter because of the configuration, and that the files hold nothing for."""
+    if (
+        binding.kind != "peft"
+        or adapter.method != "LORA"
+        or any(o.state in ("absent", "converted") for o in binding.outcomes)
+    ):
+        return
+    served = {o.unit.path for o in binding.outcomes} | {o.into for o in binding.outcomes}
+    fused = any(shapes.FUSED.fullmatch(u.path) or ".experts." in u.path for u in adapter.modules)
+    lacking = [
+        m
+        for m, shape in binding.surface.modules.items()
+        if m not in served
+        and (shape is None or len(shape) > 1)
+        and f"{m}.weight" in binding.surface.parameters
+        and not (fused and "experts" in m.split("."))
+        and peft.targets(adapter.config, m)
+    ]
+    if lacking and binding.bound:
+        yield finding(
+            adapter, UNSERVED, f"`target_modules` names {many(len(lacking), 'module')} for which the adapter has no tensors, such as "
+            f"`{printable(lacking[0])}`: they stay as they are in the base.", lacking, engine=binding.plan.id,
+            mend="Look for a part of the adapter that was not saved; if it was trained without them, say so in `target_modules`.",
+            wanted=printable(f"{ROOT}{lacking[0]}.lora_A.weight"), found="nothing",
+        )  # fmt: skip
+
+
+def settings(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    if binding.kind != "vllm" or binding.of_base is None:
+        return
+    engine = binding.plan.id
+    for text in vllm.refused(adapter.config, binding.of_base):
+        yield finding(
+            adapter, REFUSED, f"{engine} refuses the adapter: {printable(text)}", engine=engine,
+            blame="engine" if adapter.config else "checkpoint",
+            mend="Merge the adapter into the base and serve that.", wanted="a plain LoRA with adapter_config.json", found=printable(text),
+        )  # fmt: skip
+    for key in vllm.patterns_ignored(adapter.config, binding.of_base):
+        yield finding(
+            adapter, REFUSED, f"{engine} does not follow `{key}`: modules that it names are scaled by the general values.", engine=engine,
+            severity="warning", blame="engine", mend="Use vLLM 0.32.0 or newer, or merge the adapter into the base.",
+            wanted=key, found="r, lora_alpha",
+        )  # fmt: skip
+    rank = max([r for r in (adapter.rank, *shapes.ranks(adapter)) if r is not None], default=0)
+    if rank > MAX_LORA_RANK and not vllm.refused(adapter.config, binding.of_base):
+        yield finding(
+            adapter, REFUSED, f"Its rank {rank} is above vLLM's default of {MAX_LORA_RANK}.", engine=engine, severity="note",
+            blame="environment", mend=f"Start vLLM with --max-lora-rank {rank}.", wanted=f"at most {MAX_LORA_RANK}", found=str(rank),
+        )  # fmt: skip
