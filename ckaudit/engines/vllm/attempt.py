@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckaudit.checkpoint import TensorSpec
-from ckaudit.engines.vllm import stubs
+from ckaudit.engines.vllm import platform, stubs
 from ckaudit.engines.vllm.files import Shards, dtype_of
 from ckaudit.engines.vllm.provenance import Provenance, Result
 from ckaudit.engines.vllm.rulewatch import RuleWatch
@@ -84,7 +84,7 @@ def build(config: Any, observer: Provenance) -> Any:
     values of small ones, which some constructors look at."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with _default_dtype(config.model_config.dtype), stubs.building(), observer:
+    with _default_dtype(config.model_config.dtype), stubs.building(), observer, platform.on_meta():
         model = initialize_model(config)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "meta":

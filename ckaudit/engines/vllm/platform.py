@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -139,3 +141,23 @@ def _pretend_torch_cuda(machine: Machine, devices: int) -> None:
     torch.version.cuda = "12.9"
     # Compiled code is never run here, and the compiler would look at every function replaced above.
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Tensors asked for on the pretended device are made on `meta`: torch would ask for a driver before any observer sees the call."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    meta = torch.device("meta")
+
+    class OnMeta(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            device = (kwargs or {}).get("device")
+            if device is not None and not str(device).startswith(("cpu", "meta")):
+                kwargs = {**kwargs, "device": meta}
+            return func(*args, **(kwargs or {}))
+
+    with OnMeta():
+        yield

@@ -128,12 +128,18 @@ def _stand_in_metadata() -> None:
     metadata.version = version
 
 
-_session: Session | None = None
+_session: Session | Exception | None = None
 
 
 def session() -> Session:
-    """The session of this process, brought up at the first call. Raises whatever the imports raise."""
+    """The session of this process, brought up at the first call. Raises whatever the imports raise, again at every further call: half an
+    import leaves a process that nothing can be judged in."""
     global _session
     if _session is None:
-        _session = Session()
+        try:
+            _session = Session()
+        except Exception as error:  # noqa: BLE001  (kept, and raised)
+            _session = error
+    if isinstance(_session, Exception):
+        raise _session
     return _session
