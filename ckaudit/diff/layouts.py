@@ -26,7 +26,11 @@ class Relaid(msgspec.Struct, frozen=True):
     """Groups (units of many, the unit that holds them all), in one layout."""
 
     rule: Rule
-    text: str
+    parts: str
+    """What is together, in words: "`q_proj`, `k_proj`, `v_proj`"."""
+    whole: str
+    renames: tuple[str, ...]
+    """The renames that this layout comes with."""
     groups: tuple[tuple[tuple[Unit, ...], Unit], ...]
 
 
@@ -86,18 +90,19 @@ def _grouped(
     rule: Rule, parts: Mapping[tuple[str, str], dict[str, Part]], wholes: Mapping[tuple[str, str], dict[str, Part]]
 ) -> Iterator[Relaid]:
     """What was found at each place, told once for all places of one kind."""
-    groups: dict[str, list[tuple[tuple[Unit, ...], Unit]]] = defaultdict(list)
+    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[tuple[Unit, ...], Unit]]] = defaultdict(list)
     for site, modules in parts.items():
         for names, whole in _matches(modules, wholes[site], stacked=rule == "stacked"):
             found = wholes[site][whole]
             used = [modules[n] for n in names]
-            text = f"{', '.join(f'`{printable(n)}`' for n in names)} in `{printable(whole)}`"
+            text = ", ".join(f"`{printable(n)}`" for n in names)
             if rule == "stacked":
                 text = f"{len(used[0].units)} experts' {text}"
-            text = "; ".join(dict.fromkeys((text, *(t for p in (*used, found) for t in p.renames))))
-            groups[text].append((tuple(u for p in used for u in p.units), found.units[0]))
-    for text, members in groups.items():
-        yield Relaid(rule, text, tuple(members))
+            renames = tuple(dict.fromkeys(t for p in (*used, found) for t in p.renames))
+            members = tuple(u for p in used for u in p.units), found.units[0]
+            groups[text, f"`{printable(whole)}`", renames].append(members)
+    for (text, whole, renames), found_here in groups.items():
+        yield Relaid(rule, text, whole, renames, tuple(found_here))
 
 
 def _matches(
@@ -139,6 +144,8 @@ def _spelt(parts: list[str], whole: str) -> tuple[int, ...] | None:
     head = _beginning(parts)
     tail = _beginning([p[len(head) :][::-1] for p in parts])[::-1]
     stems = [p[len(head) : len(p) - len(tail)] for p in parts]
+    if whole == tail.strip("_"):
+        return tuple(range(len(parts)))  # `q_conv1d`, `k_conv1d`, `v_conv1d` -> `conv1d`
     core = whole.removeprefix(head).removesuffix(tail)
     for order in permutations(range(len(stems))):
         words = [stems[i] for i in order]

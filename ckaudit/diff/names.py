@@ -45,13 +45,13 @@ def rename(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Renamed | None:
         if found is None:
             return None
         pairs = [(a, b) for b, a in _pairs(found.rename, new, old)] if backwards else _pairs(found.rename, old, new)
-        if _convincing(found.rename, pairs, min(len(old), len(new))):
+        here, there = (new, old) if backwards else (old, new)
+        if _convincing(found.rename, pairs, here, there):
             text = found.rename.text
             return Renamed("rename", f"in B, {text}" if backwards else text, tuple(pairs), found.rename, backwards)
-        here, there = (theirs, ours) if backwards else (ours, theirs)
         for one, other in found.pairs.items():  # a likeness by chance: look again without these names
-            here.pop(one, None)
-            there.pop(other, None)
+            (theirs if backwards else ours).pop(one, None)
+            (ours if backwards else theirs).pop(other, None)
     return None
 
 
@@ -61,14 +61,77 @@ def _pairs(rule: Rename, here: Mapping[str, Unit], there: Mapping[str, Unit]) ->
     return [(unit, there[new]) for new, unit in renamed.items()]
 
 
-def _convincing(rename: Rename, pairs: Sequence[tuple[Unit, Unit]], most: int) -> bool:
-    """Whether so many tensors agree in name and shape that it is no chance."""
+def _convincing(
+    rule: Rename, pairs: Sequence[tuple[Unit, Unit]], here: Mapping[str, Unit], there: Mapping[str, Unit]
+) -> bool:
+    """Whether so many tensors agree in name and shape that it is no chance, and no other pairs would do as well."""
     known = [(a.shape, b.shape) for a, b in pairs if a.shape is not None and b.shape is not None]
     agreeing = sum(a == b for a, b in known)
     if len(pairs) < 3:
-        same = bool(known) and agreeing == len(pairs)
-        return same and (rename.kind == "root" or len(pairs) > 1) and 2 * len(pairs) >= most
-    return 2 * agreeing >= len(known)
+        alone = (rule.kind != "path" and min(len(here), len(there)) <= 2) or _only_moved(rule, pairs)
+        enough = bool(known) and agreeing == len(pairs) and (len(pairs) > 1 or alone)
+    else:
+        enough = 2 * agreeing >= len(known)
+    return enough and (rule.kind != "path" or _clear(rule, here, there))
+
+
+def _only_moved(rule: Rename, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
+    """Whether a prefix was added or stripped before a module that keeps its name (`language_model.lm_head.weight`)."""
+    return (
+        rule.kind == "root"
+        and not (rule.old and rule.new)
+        and all("." in min(a.name, b.name, key=len) for a, b in pairs)
+    )
+
+
+_PARTS = frozenset(
+    "q k v o b z gate up down w1 w2 w3 wq wk wv wo fc1 fc2 fc in out dt x query key value dense linear1 linear2 norm1 norm2 "  # noqa: SIM905
+    "ln_1 ln_2 conv1 conv2".split()
+)
+"""What tells the modules of one block apart. Names that differ in these alone are different modules, however alike their shapes."""
+
+
+def _clear(rule: Rename, here: Mapping[str, Unit], there: Mapping[str, Unit]) -> bool:
+    """Whether a rename of modules (`key_proj` to `k_proj`) is between one and the same, for there may be others that fit.
+
+    A change further up the path, above a module that keeps its name, leaves no doubt.
+    """
+    if len(rule.old) != 1 or len(rule.new) != 1:
+        return True
+    old, new = rule.old[0], rule.new[0]
+    names = [n for n in here if rule.apply(n) in there]
+    if any(not f".{n.rpartition('.')[0]}".endswith(f".{old}") for n in names):
+        return True
+    tail = _tail(old, new)
+    if {old.removesuffix(tail), new.removesuffix(tail)} <= _PARTS:
+        return False
+    first = names[0]
+    parent, leaf = first.rpartition(".")[0].rpartition(".")[0], first.rpartition(".")[2]
+    ours, theirs = _modules(here, parent, leaf, here[first]), _modules(there, parent, leaf, here[first])
+    score = _ratio(old, new)
+    return all(_ratio(old, t) < score for t in theirs - {new}) and all(_ratio(o, new) < score for o in ours - {old})
+
+
+def _tail(one: str, other: str) -> str:
+    """What two words end in alike, from the last `_` before they part on."""
+    return next((f"_{t}" for t in (one.partition("_")[2],) if t and other.endswith(f"_{t}")), "")
+
+
+def _modules(units: Mapping[str, Unit], parent: str, leaf: str, like: Unit) -> set[str]:
+    """The modules of `parent` that have a tensor `leaf` of the shape of `like`, or of an unknown one."""
+    start, end = f"{parent}." if parent else "", f".{leaf}"
+    return {
+        module
+        for name, unit in units.items()
+        if name.startswith(start)
+        and name.endswith(end)
+        and "." not in (module := name[len(start) : -len(end)])
+        and (unit.shape is None or like.shape is None or unit.shape == like.shape)
+    }
+
+
+def _ratio(one: str, other: str) -> float:
+    return SequenceMatcher(a=one, b=other, autojunk=False).ratio()
 
 
 _LEGACY = (
@@ -94,6 +157,48 @@ def _tails(here: Mapping[str, Unit], there: Mapping[str, Unit], before: str, aft
     dotted = f".{before}"
     renamed = {name: name.removesuffix(before) + after for name in here if f".{name}".endswith(dotted)}
     return [(here[name], there[new]) for name, new in renamed.items() if new in there]
+
+
+_WORDS = {
+    word: group.split()[0]
+    for group in (
+        "q_proj to_q linear_q query wq q_lin", "k_proj to_k linear_k key wk k_lin", "v_proj to_v linear_v value wv v_lin",
+        "o_proj to_out linear_out out_proj wo out_lin dense", "gate_proj w1 wi_0", "down_proj w2", "up_proj w3 wi_1",
+        "embed_tokens word_embeddings wte tok_embeddings embed_in embed", "lm_head head embed_out output",
+        "self_attn attn attention", "mlp ffn feed_forward", "layers h blocks layer block", "q_norm norm_q", "k_norm norm_k",
+        "input_layernorm attn_norm attention_norm ln_1 norm1", "post_attention_layernorm ffn_norm ln_2 norm2",
+        "norm ln_f final_layernorm final_norm", "encoder_attn cross_attn crossattention", "e_score_correction_bias expert_bias",
+    )
+    for word in group.split()
+}  # fmt: skip
+"""What one module is called by different authors, and the first of its names."""
+_TOLD = 4
+"""Words that a sentence lists."""
+
+
+def synonyms(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Iterator[Renamed]:
+    """Modules of one role under another author's name (`wq`, `to_q`, `q_proj`), of the same shape, where only one pair fits."""
+    ours, theirs = _canonical(old), _canonical(new)
+    pairs: list[tuple[Unit, Unit]] = []
+    words: dict[str, None] = {}
+    for name, found in ours.items():
+        (one, a), (other, b) = found, theirs.get(name) or ("", None)
+        if b is not None and a.shape is not None and a.shape == b.shape:
+            pairs.append((a, b))
+            changed = [w for w in zip(one.split("."), other.split("."), strict=True) if w[0] != w[1]]
+            words.update((f"`{printable(x)}` → `{printable(y)}`", None) for x, y in changed)
+    if pairs:
+        told = list(words)
+        more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+        yield Renamed("rename", ", ".join(told[:_TOLD]) + more, tuple(pairs))
+
+
+def _canonical(units: Mapping[str, Unit]) -> dict[str, tuple[str, Unit]]:
+    """Units by a name of common words; those that would share one are left out."""
+    found: dict[str, list[tuple[str, Unit]]] = defaultdict(list)
+    for name, unit in units.items():
+        found[".".join(_WORDS.get(s, s) for s in name.split("."))].append((name, unit))
+    return {common: members[0] for common, members in found.items() if len(members) == 1}
 
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
@@ -139,7 +244,7 @@ def _same_words(one: str, other: str) -> bool:
         return False
     if re.sub(r"\d", "", gone[0]) == re.sub(r"\d", "", came[0]):
         return False
-    return SequenceMatcher(a=gone[0], b=came[0], autojunk=False).ratio() >= 0.75
+    return _ratio(gone[0], came[0]) >= 0.75
 
 
 def _trimmed(one: str, other: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import msgspec
 from ckaudit.changes import Link, Rule
 from ckaudit.checks.facts import Facts
 from ckaudit.diff.layouts import Named, relaid
-from ckaudit.diff.names import Renamed, alike, legacy, rename, through
+from ckaudit.diff.names import Renamed, alike, legacy, rename, synonyms, through
 from ckaudit.diff.units import Unit, members, quantised, units
 
 _ROUNDS = 8
@@ -82,7 +82,7 @@ class Pairing:
             self._layouts()
             if not self._rename():
                 break
-        for kind in (legacy, alike):
+        for kind in (legacy, alike, synonyms):
             old, new = self._through()
             for found in list(kind(_units(old), _units(new))):
                 self._renamed(found, old, new)
@@ -117,8 +117,8 @@ class Pairing:
         old, new = self._through()
         for many, one, fused in ((old, new, True), (new, old, False)):
             for found in relaid(many, one):
-                arrow = found.text if fused else f"{found.text} on the side of A"
-                self.relaid[found.rule, arrow] += self._laid(found.groups, fused=fused)
+                arrow = f"{found.parts} → {found.whole}" if fused else f"{found.whole} → {found.parts}"
+                self.relaid[found.rule, "; ".join((arrow, *found.renames))] += self._laid(found.groups, fused=fused)
 
     def _laid(self, groups: Sequence[tuple[tuple[Unit, ...], Unit]], *, fused: bool) -> list[Relaid]:
         many, one = (self.old, self.new) if fused else (self.new, self.old)
