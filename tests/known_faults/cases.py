@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
+from ckaudit.findings import Report
 from ckaudit.mapper import Rule
 from ckaudit.plan import Parameter, Plan
 from tests.helpers import DictSource
@@ -58,7 +59,8 @@ class Fault(NamedTuple):
     links: tuple[str, ...]
     """Without `https://github.com/`, the report itself first; that one is the key."""
     what: str
-    case: Callable[[], Case]
+    case: Callable[[], Case | Report]
+    """What is to be judged, or, for an adapter and for a pair of checkpoints, the report on it."""
     says: tuple[Row, ...] = ()
     tp: tuple[int, ...] = ()
 

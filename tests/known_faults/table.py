@@ -1,6 +1,14 @@
 """The whole table."""
 
-from tests.known_faults import elsewhere, files, layers, names, quantised, weights
+from tests.known_faults import adapters, elsewhere, files, layers, names, pairs, quantised, weights
 
-FAULTS = (*quantised.FAULTS, *files.FAULTS, *layers.FAULTS, *names.FAULTS, *weights.FAULTS)
+FAULTS = (
+    *quantised.FAULTS,
+    *files.FAULTS,
+    *layers.FAULTS,
+    *names.FAULTS,
+    *weights.FAULTS,
+    *adapters.FAULTS,
+    *pairs.FAULTS,
+)
 ELSEWHERE = elsewhere.ELSEWHERE
