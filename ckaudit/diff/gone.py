@@ -34,11 +34,11 @@ def unexplained(
     finder = Nearest(spare)
     names = [m for unit in left.values() for m in unit.members]
     if kind == "removed":
-        for text, hit in (*_adapter(names, here, there), *_head(names, there)):
-            yield _change(kind, text, hit, finder, sizes, undecidable=True)
-            names = _without(names, hit)
         for text, hit in _shards(names, absent, here):
             yield _change(kind, text, hit, finder, sizes)
+            names = _without(names, hit)
+        for text, hit in (*_adapter(names, here, there), *_head(names, there)):
+            yield _change(kind, text, hit, finder, sizes, undecidable=True)
             names = _without(names, hit)
     if names:
         yield _change(kind, _where(names, here), names, finder, sizes)
@@ -62,7 +62,8 @@ def _without(names: list[str], taken: Iterable[str]) -> list[str]:
 def _adapter(names: list[str], here: Facts, there: Facts) -> Iterator[tuple[str, list[str]]]:
     """An unmerged adapter that B does not have any more."""
     hit = [n for n in names if ADAPTER.search(n)]
-    if hit and len(hit) == len(here.matching(ADAPTER)) and not there.matching(ADAPTER):
+    own = [n for n in here.matching(ADAPTER) if ".base_layer." not in n]
+    if hit and len(hit) == len(own) and not there.matching(ADAPTER):
         yield "an adapter: merged into the weights, or left out; headers cannot tell which", hit
 
 

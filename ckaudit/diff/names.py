@@ -16,6 +16,7 @@ from ckaudit.naming import Nearest, printable
 from ckaudit.renames import Rename, infer_rename
 
 _TRIES = 16
+_ADAPTER = re.compile(r"(^|\.)lora_\w+(\.|$)")
 
 
 class Renamed(msgspec.Struct, frozen=True):
@@ -36,6 +37,10 @@ def rename(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Renamed | None:
     inside a path can only be told by taking it out.
     """
     ours, theirs = dict.fromkeys(map(pattern, old)), dict.fromkeys(map(pattern, new))
+    if any(map(_ADAPTER.search, ours)) != any(
+        map(_ADAPTER.search, theirs)
+    ):  # they only lie beside the names that are looked for
+        ours, theirs = ({p: None for p in side if not _ADAPTER.search(p)} for side in (ours, theirs))
     for _ in range(_TRIES):
         forth = infer_rename(ours, theirs) if ours and theirs else None
         most = min(len(ours), len(theirs))

@@ -49,7 +49,11 @@ def quantised(facts: Facts) -> dict[str, Unit]:
         module, leaf = split(name)
         if module in schemes and leaf != "bias":
             members.setdefault(module, []).append(name)
-    found = (_unit(module, [tensors[n] for n in names], schemes[module]) for module, names in members.items())
+    found = (
+        _unit(module, [tensors[n] for n in names], schemes[module])
+        for module, names in members.items()
+        if len(names) > 1  # bytes without a scale are a cast
+    )
     return {unit.name: unit for unit in found}
 
 

@@ -1,0 +1,166 @@
+"""`ckaudit diff` as a whole: real saves, the Hub's two revisions, exit codes, JSON, and what a person sees."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from test_cli import FIXTURES, ckaudit
+
+from ckaudit import pipeline
+from ckaudit.findings import Report
+from ckaudit.report import json_v1, schema_v1
+from ckaudit.report.terminal import render_diff
+from tests.diff_examples import decoder, one, told
+from tests.helpers import Entries, checkpoint_files, index_file
+from tests.real_checkpoints import build, load, save
+
+
+def folder(path: Path, entries: Entries, config: dict[str, Any] | None = None) -> Path:
+    path.mkdir()
+    for name, data in checkpoint_files({"model.safetensors": entries}, config).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def index_only(path: Path, names: list[str]) -> Path:
+    path.mkdir()
+    (path / "model.safetensors.index.json").write_bytes(
+        index_file(dict.fromkeys(names, "model-00001-of-00001.safetensors"))
+    )
+    (path / "config.json").write_text("{}")
+    return path
+
+
+class TestRealSaves:
+    """transformers' own loader and saver: what the two write of one model, in the two formats it knows."""
+
+    @staticmethod
+    def resaved(model_type: str, path: Path, **options: Any) -> tuple[Path, Path]:
+        source, target = path / "source", path / "target"
+        source.mkdir()
+        model = build(model_type, source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            type(model).from_pretrained(source).save_pretrained(target, **options)
+        return source, target
+
+    @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+    def test_a_save_is_a_round_trip(self, model_type: str, tmp_path: Path) -> None:
+        source, target = self.resaved(model_type, tmp_path)
+        report = pipeline.diff(str(source), str(target), roundtrip=True)
+        assert (report.diff and report.diff.changes, report.exit_code) == ((), 0)
+
+    @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_vl", "llava"])
+    def test_the_other_format_is_explained_and_no_round_trip(self, model_type: str, tmp_path: Path) -> None:
+        """Every tensor is accounted for, and each link holds the same numbers on both sides: the values say that it is right."""
+        source, target = self.resaved(model_type, tmp_path, save_original_format=False)
+        report = pipeline.diff(str(source), str(target))
+        assert report.diff is not None
+        assert (report.findings, report.exit_code) == ((), 0)
+        assert {c.kind for c in report.diff.changes} <= {"renamed", "relaid"}
+        ours, theirs = load(source), load(target)
+        links = [link for c in report.diff.changes for link in c.links]
+        assert {n for link in links for n in link.old} | (ours.keys() & theirs.keys()) == ours.keys()
+        assert {n for link in links for n in link.new} | (ours.keys() & theirs.keys()) == theirs.keys()
+        for link in links:
+            kept = sorted(v for n in link.old for v in ours[n].flatten().tolist())
+            assert kept == sorted(v for n in link.new for v in theirs[n].flatten().tolist()), link
+        assert pipeline.diff(str(source), str(target), roundtrip=True).exit_code == 1
+
+    def test_tied_head_stored_again(self, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.mkdir()
+        build("llama", source, tie_word_embeddings=True)
+        target = tmp_path / "target"
+        target.mkdir()
+        state = load(source)
+        assert "lm_head.weight" not in state
+        save(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, target)
+        (target / "config.json").write_text((source / "config.json").read_text())
+        report = pipeline.diff(str(source), str(target))
+        assert report.diff is not None
+        assert [(c.kind, c.rule, c.new) for c in report.diff.changes] == [("added", "tied", ("lm_head.weight",))]
+
+
+class TestExitCodes:
+    def test_clean_findings_and_round_trip(self, tmp_path: Path) -> None:
+        a = folder(tmp_path / "a", decoder())
+        b = folder(tmp_path / "b", {f"module.{n}": e for n, e in decoder().items()})
+        c = folder(tmp_path / "c", dict(list(decoder().items())[3:]))
+        assert [pipeline.diff(str(a), str(x)).exit_code for x in (a, b, c)] == [0, 0, 1]
+        assert [pipeline.diff(str(a), str(x), roundtrip=True).exit_code for x in (a, b, c)] == [0, 1, 1]
+        assert pipeline.diff(str(a), str(c), fail_on="never").exit_code == 0
+
+    def test_a_round_trip_cannot_be_told_from_an_index(self, tmp_path: Path) -> None:
+        a, b = (index_only(tmp_path / x, list(decoder())) for x in "ab")
+        assert pipeline.diff(str(a), str(b)).exit_code == 0
+        report = pipeline.diff(str(a), str(b), roundtrip=True)
+        assert (report.exit_code, {s.check for s in report.skips}) == (3, {"CK803", "CK804"})
+        assert pipeline.diff(str(a), str(b), roundtrip=True, allow_not_judged=True).exit_code == 0
+
+    def test_nothing_to_compare(self) -> None:
+        report = pipeline.diff(str(FIXTURES / "llama-good"), str(FIXTURES / "pickle-only"))
+        assert (report.exit_code, report.diff) == (3, None)
+        assert "B: no safetensors file is here" in render_diff(report)
+
+
+class TestProgram:
+    def test_text_and_json(self, tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        done = ckaudit("diff", "fixtures/llama-good", "fixtures/llama-missing-tensor", "--json", str(file))
+        assert (done.returncode, done.stderr) == (1, "")
+        assert "CK801 tensors lost" in done.stdout
+        document = json.loads(file.read_text())
+        jsonschema.validate(document, json.loads(schema_v1.SCHEMA.read_text()))
+        assert document["diff"]["source"]["name"] == "fixtures/llama-good"
+        assert document["target"]["name"] == "fixtures/llama-missing-tensor"
+        lost = [c for c in document["diff"]["changes"] if c["rule"] is None]
+        assert [n for c in lost for link in c["links"] for n in link["from"]] == document["findings"][0]["names"]
+
+    def test_json_to_stdout(self) -> None:
+        done = ckaudit("diff", "fixtures/llama-good", "fixtures/llama-compiled-prefix", "--json", "-")
+        assert done.returncode == 0
+        assert [c["rule"] for c in json.loads(done.stdout)["diff"]["changes"]] == ["rename"]
+
+    def test_usage(self) -> None:
+        assert ckaudit("diff", "fixtures/llama-good", "nowhere/at/all").returncode == 2
+        assert ckaudit("diff", "-q", "-v", "fixtures/llama-good", "fixtures/llama-good").returncode == 2
+
+    def test_sharding_is_none(self) -> None:
+        assert ckaudit("diff", "fixtures/llama-good", "fixtures/llama-sharded", "--roundtrip").returncode == 0
+
+
+def compared(**options: Any) -> Report:
+    a, b = (
+        one(decoder()),
+        one({f"module.{n}": e for n, e in list(decoder().items())[2:]} | {"\x1b[31m.weight": ("BF16", [7])}),
+    )
+    from ckaudit.diff import compare
+
+    return told(compare(a, b, **options), a, b)
+
+
+class TestView:
+    @pytest.mark.parametrize("width", [40, 80, 120])
+    def test_it_keeps_to_the_width_and_escapes(self, width: int) -> None:
+        for options in ({}, {"quiet": True}, {"verbose": True}):
+            shown = render_diff(compared(), width=width, **options)
+            assert max(map(len, shown.split("\n"))) <= width
+            assert "\x1b" not in shown
+
+    def test_names_of_what_is_explained_are_there_with_verbose_alone(self) -> None:
+        name = "module.model.layers.{0..3}.mlp.down_proj.weight"
+        assert name not in render_diff(compared())
+        assert name in render_diff(compared(), verbose=True)
+
+    def test_quiet_has_no_findings(self) -> None:
+        assert "mend" not in render_diff(compared(), quiet=True)
+        assert "CK801" in render_diff(compared(), quiet=True)
+
+    def test_the_same_input_gives_the_same_bytes(self) -> None:
+        assert json_v1.render(compared()) == json_v1.render(compared())
