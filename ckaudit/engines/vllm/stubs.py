@@ -288,9 +288,10 @@ class _MissingOp:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @property
-    def default(self) -> _MissingOp:
-        return self
+    def __getattr__(self, name: str) -> _MissingOp:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self  # an overload: `default`, `out`
 
     def __call__(self, *args: Any, **_: Any) -> Any:
         if "support" in self.name and len(args) == 1 and isinstance(args[0], int):
