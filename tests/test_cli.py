@@ -194,6 +194,24 @@ class TestNames:
         assert ckaudit("names", "/no/such/folder", "--json", str(file)).returncode == 2
         assert file.read_text() == "old"
 
+    def test_json_through_a_link_and_into_a_pipe(self, book: str, tmp_path: Path) -> None:
+        """What is no plain file, such as /dev/stdout, is written to; it is not put aside for a file of ours."""
+        (tmp_path / "link.json").symlink_to("new.json")
+        os.mkfifo(tmp_path / "pipe")
+        reader = subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE)
+        for file in ("link.json", "pipe"):
+            assert ckaudit("names", good(), "--engine", book, "--json", str(tmp_path / file)).returncode == 0
+        (tmp_path / "new.json").rename(tmp_path / "old.json")
+        assert (tmp_path / "link.json").is_symlink()
+        assert (tmp_path / "pipe").is_fifo()
+        assert reader.communicate(timeout=60)[0] == (tmp_path / "old.json").read_bytes()
+
+    @pytest.mark.parametrize(("length", "code"), [(255, 0), (256, 2)])
+    def test_json_to_the_longest_name(self, book: str, tmp_path: Path, length: int, code: int) -> None:
+        done = ckaudit("names", good(), "--engine", book, "--json", str(tmp_path / ("x" * length)))
+        assert done.returncode == code
+        assert "crashed" not in done.stderr
+
     def test_two_runs_give_the_same_bytes(self, book: str) -> None:
         first, second = (ckaudit("names", good(), "--engine", book, "--json", "-", "--names").stdout for _ in range(2))
         assert first == second
@@ -218,6 +236,37 @@ class TestNames:
             run.stdout.close()
             assert run.stderr.read() == ""
             assert run.wait(60) == 0
+
+    @pytest.mark.skipif(not Path("/bin/sh").exists(), reason="closes streams as a shell does")
+    @pytest.mark.parametrize(
+        ("streams", "target", "code"),
+        [
+            (">&-", "llama-good", 0),
+            ("2>&-", "llama-good", 0),
+            ("<&- >&- 2>&-", "llama-good", 0),
+            ("<&- >&- 2>&-", "llama-misspelt", 1),
+            (">&- 2>&-", "no-such-folder", 2),
+            ("2>/dev/full", "no-such-folder", 2),
+            ("2>/dev/full", "llama-good --no-such-option", 2),
+            ("2>/dev/full", "llama-good --ignore CK203=never", 0),
+        ],
+    )
+    def test_streams_that_take_nothing_change_no_verdict(
+        self, book: str, tmp_path: Path, streams: str, target: str, code: int
+    ) -> None:
+        command = f"{sys.executable} -m ckaudit names fixtures/{target} --engine {book} --json {tmp_path / 'r.json'}"
+        done = subprocess.run(f"{command} {streams}", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert "ckaudit:" not in done.stdout  # what is for stderr never ends up in the report
+        if code < 2:
+            assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == code
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+    @pytest.mark.parametrize("args", ["names fixtures/llama-good", "names fixtures/llama-good --json -", "--help"])
+    def test_a_report_that_cannot_be_written_is_no_success(self, book: str, args: str) -> None:
+        command = f"{sys.executable} -m ckaudit {args}" + (f" --engine {book}" if "names" in args else "")
+        done = subprocess.run(f"{command} >/dev/full", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (2, "ckaudit: Cannot write to stdout: no space left on device.\n")
 
     def test_colours_on_a_terminal_unless_no_color(self, book: str) -> None:
         assert "\x1b[1;32m✓ loads" in _on_a_terminal("names", good(), "--engine", book)

@@ -11,11 +11,13 @@ import sys
 
 import typer
 
+from ckaudit.cli import streams
 from ckaudit.cli.checks import checks
 from ckaudit.cli.diff import diff
 from ckaudit.cli.engines import engines
 from ckaudit.cli.explain import explain
-from ckaudit.cli.guard import guarded
+from ckaudit.cli.guard import ENVIRONMENT, guarded
+from ckaudit.cli.load import load
 from ckaudit.cli.names import names
 from ckaudit.cli.ppl import ppl
 from ckaudit.cli.rules import rules
@@ -33,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (names, ppl, diff, explain, checks):
+for command in (names, load, ppl, diff, explain, checks):
     app.command()(guarded(command))
 app.add_typer(rules, name="rules")
 app.add_typer(engines, name="engines")
@@ -60,4 +62,10 @@ def main() -> None:
     """The program `ckaudit`."""
     # A CI that ends the job must not leave engine workers behind: exit in order, which closes them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    app(prog_name="ckaudit")
+    streams.prepare()
+    try:
+        app(prog_name="ckaudit")
+    except OSError as error:  # of what typer itself writes, such as help
+        streams.discard()
+        print(f"ckaudit: Cannot write to stdout: {(error.strerror or str(error)).lower()}.", file=sys.stderr)
+        sys.exit(ENVIRONMENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckaudit.cli import streams
 from ckaudit.errors import UsageError
 from ckaudit.progress import NullProgress, Progress, Task
 
@@ -22,15 +24,15 @@ WIDEST = 120
 
 
 def emit(text: str) -> None:
-    """Write to stdout. A reader that has gone (`| head`) is no error."""
+    """Write to stdout. Raises UsageError where it takes no more."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows \\u2713, not a crash
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit: let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        streams.discard()
+        raise UsageError(f"Cannot write to stdout: {(error.strerror or str(error)).lower()}.") from None
 
 
 def colour() -> bool:
@@ -49,15 +51,41 @@ def width() -> int:
 
 def writable(path: Path) -> Path:
     """`path`, after making sure before the work that a file can be put there. Raises UsageError."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    try:
+        through = path.exists() and _in_place(path)
+        at = path if through else Path(os.path.realpath(path)).parent
+        fit = not path.is_dir() and (through or at.is_dir()) and os.access(at, os.W_OK)
+    except OSError:  # a name that is too long
+        fit = False
+    if not fit:
         raise UsageError(f"Cannot write {path}.", "Name a file in a folder that exists and is writable.")
     return path
 
 
+def _in_place(path: Path) -> bool:
+    """Whether what is at `path` is to be written through, as the shell's `>` would: a link, a device, a pipe, a file of a locked folder."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(kind) or not os.access(path.parent, os.W_OK)
+
+
 def write(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step: a reader sees the old file or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Put `text` at `path`, in one step where a plain file is or will be: its reader sees the old or the new one. Raises UsageError."""
+    try:
+        if _in_place(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path, text)
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise UsageError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".ckaudit-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
