@@ -354,7 +354,7 @@ def _same(bench: Bench, name: str, folder: Path) -> None:
 def _fastsafetensors(files: list[str], device: str) -> Any:
     from fastsafetensors import fastsafe_open
 
-    with fastsafe_open(filenames=files, nogds=True, device=device) as opened:
+    with fastsafe_open(filenames=files, nogds=True, device=f"{device}:0") as opened:
         return {k: opened.get_tensor(k).clone().detach() for k in opened.keys()}  # noqa: SIM118
 
 

@@ -56,6 +56,8 @@ class DeviceStream:
         self._next = self._wanted = self._taken = 0
         self._blocks: list[torch.Tensor | None] = [None] * len(layout.arenas)
         self._events: list[list[Any]] = [[] for _ in layout.arenas]
+        self._unawaited: list[list[Any]] = [[] for _ in layout.arenas]
+        """Events that the loader's stream has not been made to wait for yet: each once, not once a tensor of its allocation."""
         self._unread = [a.nbytes for a in layout.arenas]
         self._untaken = [len(a.members) for a in layout.arenas]
         self._missing = [t.nbytes for t in layout.tensors]
@@ -120,7 +122,7 @@ class DeviceStream:
                 raise CkauditError(f"The tensor {tensor.name!r} was asked for twice.")
             self._gone[index] = True
             block = self._block(arena)
-            events = self._events[arena]
+            events, self._unawaited[arena] = self._unawaited[arena], []
             self._taken += tensor.nbytes
             self._untaken[arena] -= 1
             if not self._untaken[arena]:
@@ -172,8 +174,9 @@ class DeviceStream:
                 arena = self._layout.home[piece.tensor][0]
                 self._missing[piece.tensor] -= piece.nbytes
                 self._unread[arena] -= piece.nbytes
-                if event is not None and event not in self._events[arena]:
+                if event is not None and (not self._events[arena] or self._events[arena][-1] is not event):
                     self._events[arena].append(event)
+                    self._unawaited[arena].append(event)
                 if not self._unread[arena] and self._ready is not None:
                     finished.append((arena, self._block(arena), tuple(self._events[arena])))
             self.seconds = time.perf_counter() - self._started
