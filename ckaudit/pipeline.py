@@ -101,7 +101,7 @@ def audit(
         requested=frozenset(e.id for e in asked or ()),
         sizes=sizes,
         findings=ordered(findings, [p.id for p in plans]),
-        skips=(*skipped, *skips),
+        skips=(*skipped, *skips, *checks.headers_alone(checkpoint)),
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
     )

@@ -112,6 +112,13 @@ def run(
     return (*container_findings, *standing, *_shared(found, judged)), (*skips, *_skips(facts, plans))
 
 
+def headers_alone(checkpoint: Checkpoint) -> tuple[Skip, ...]:
+    """What no audit of names can judge: a file whose header and size are right may still hold other bytes than were saved."""
+    if not any(shard.header is not None for shard in checkpoint.shards):
+        return ()
+    return (Skip(values.NOT_FINITE.id, "headers alone were read, not the values: `ckaudit load` reads those"),)
+
+
 def _shared(found: list[Finding], judged: Sequence[Plan]) -> list[Finding]:
     """`found`, where what every engine says of the same tensors and nobody blames on an engine is told once, of the files."""
     if len(judged) < 2:
