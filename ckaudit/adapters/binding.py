@@ -159,17 +159,14 @@ _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>[^.]+)")
 
 def _in_peft(adapter: Adapter, base: Base, surface: Surface, unit: Unit) -> Outcome:
     path = unit.path
-    found = path if surface.holds(path) else None
     leaf = path.rpartition(".")[2]
     family = peft.family((base.checkpoint.config or {}).get("model_type"))
     fused = f"{path.removesuffix('.base_layer')}.{'gate_up_proj' if leaf == 'base_layer' else 'down_proj'}"
-    if found is None and FUSED.fullmatch(path) and fused in surface.parameters:
+    if FUSED.fullmatch(path) and fused in surface.parameters:
         return Outcome(unit, "bound", path, fused)
-    if found is None and (match := _EXPERT.fullmatch(path)):
-        into = f"{match['experts']}.{family.get(match['leaf'], '')}"
-        if into in surface.parameters:
-            return Outcome(unit, "bound", path, into)
-    if found is None:
+    if (match := _EXPERT.fullmatch(path)) and f"{match['experts']}.{family.get(match['leaf'])}" in surface.parameters:
+        return Outcome(unit, "bound", path, f"{match['experts']}.{family[match['leaf']]}")
+    if not surface.holds(path):
         return Outcome(unit, "absent", path)
     targeted = peft.targets(adapter.config, path)
     if targeted is False:

@@ -25,9 +25,10 @@ def run(
     judged = [b for b in bindings if b.plan.not_judged is None]
     files, skips = container.run(adapter.checkpoint)
     own = list(alone(adapter))
+    apart = {"CK113"}  # adapters are read without a look at the format in the metadata
     if any(f.check == EMPTY.id for f in own):
-        files = tuple(f for f in files if f.check != "CK138")  # one absence, told once
-    found = [*files, *own, *fits(adapter, judged)]
+        apart.add("CK138")  # one absence, told once
+    found = [*(f for f in files if f.check not in apart), *own, *fits(adapter, judged)]
     if not any(b.kind == "vllm" for b in judged):
         found += fused(adapter, bound=any(b.bound for b in judged))
     if base is not None:

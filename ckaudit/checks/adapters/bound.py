@@ -99,10 +99,9 @@ def _mend(base: Base, binding: Binding, absent: Sequence[Outcome]) -> tuple[str,
     rooted = next(o for o in absent if o.unit.path in good).unit.parts[0].rooted
     after = f" after `{ROOT}`" if rooted else ""
     mend = f"{text[0].upper()}{text[1:]}{after}: then {len(good)} of the {len(absent)} bind."
-    if binding.kind == "peft" and rooted and inferred.rename.kind == "root":
-        old, new = (printable(".".join((*s, ""))) for s in (inferred.rename.old, inferred.rename.new))
-        pattern = f"^{ROOT}{old}".replace(".", "[.]")
-        mend += f' For one load: PeftModel.from_pretrained(…, key_mapping={{"{pattern}": "{ROOT}{new}"}}).'
+    if binding.kind == "peft" and rooted:
+        pattern, replacement = map(printable, inferred.rename.pattern)  # PEFT maps names without its root
+        mend += f' For one load: PeftModel.from_pretrained(…, key_mapping={{"{pattern}": "{replacement}"}}).'
     stray, right = next(iter(good.items()))
     unit = next(o.unit for o in absent if o.unit.path == stray)
     return mend, printable(unit.names[0].replace(stray, right, 1))
