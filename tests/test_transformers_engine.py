@@ -359,12 +359,22 @@ def test_what_stands_in_the_way_is_not_judged(copy, changes, says):
     assert plan.error is None
 
 
-@pytest.mark.parametrize("config", [b"", b"[]", b"\xff", b"{"])
+@pytest.mark.parametrize("config", [b"", b"[]", b"\xff", b"{", b'{"a":' * 9999 + b"1" + b"}" * 9999])
 def test_a_config_that_is_no_config_is_not_judged(copy, config):
     write, state = copy
     folder = write(state)
     (folder / "config.json").write_bytes(config)
     assert audit(folder).verdict == "not_judged"
+
+
+def test_infinity_in_a_config_is_read_as_transformers_reads_it(copy):
+    """`"time_step_limit": [0.0, Infinity]` is in real Mamba configs: no JSON by the book, written and read by Python's json."""
+    write, state = copy
+    folder = write(state)
+    config = json.loads((folder / "config.json").read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "Infinity" in (folder / "config.json").read_text()
+    assert audit(folder).verdict == "loads"
 
 
 def test_a_config_that_the_class_refuses_fails(copy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -42,7 +43,7 @@ def choose(job: Job, folder: Path) -> Chosen:
     trust, wanted = job.options.trust_remote_code, job.options.class_name
     if "config.json" not in job.texts:
         raise NotForUs(_no_config(job))
-    raw = _raw(job)
+    raw = raw_config(job)
     if wanted is None and "_class_name" in raw and "model_type" not in raw:
         raise NotForUs(f"the config is of a diffusers model ({raw['_class_name']}), which transformers does not load")
     if wanted is not None:
@@ -66,10 +67,11 @@ def _no_config(job: Job) -> str:
     return "there is no config.json, so transformers has no class to build"
 
 
-def _raw(job: Job) -> dict[str, Any]:
+def raw_config(job: Job) -> dict[str, Any]:
+    """config.json as transformers reads it: by Python's own parser, which takes NaN and Infinity (real configs hold them)."""
     try:
-        raw = msgspec.json.decode(job.texts["config.json"])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raw = json.loads(job.texts["config.json"].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise NotForUs(f"config.json is not JSON ({error})") from error
     if not isinstance(raw, dict):
         raise NotForUs("config.json is not a JSON object")

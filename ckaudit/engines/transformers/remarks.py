@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from packaging.version import InvalidVersion, Version
 
 from ckaudit.engines import Job
+from ckaudit.engines.transformers.classes import raw_config
 from ckaudit.engines.transformers.tensors import dtype_name
 from ckaudit.plan import Mismatch, NameFate, Note
 
@@ -71,7 +71,7 @@ def notes(job: Job, chosen: Any, view: View, names: tuple[NameFate, ...]) -> tup
 def _config_notes(job: Job, chosen: Any, view: View) -> list[Note]:
     import transformers
 
-    raw = msgspec.json.decode(job.texts["config.json"])
+    raw = raw_config(job)
     out, said = [], raw.get("transformers_version")
     try:
         if isinstance(said, str) and Version(Version(said).base_version) > Version(transformers.__version__):
