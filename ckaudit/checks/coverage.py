@@ -64,7 +64,7 @@ def _experts(facts: Facts, dense: list[str]) -> Iterator[Finding]:
     share = size / whole if whole else len(names) / len(facts.checkpoint.tensors)
     if share > 0.5:
         yield on_files(
-            facts, PLAIN, f"The ignore list exempts every routed expert (`{printable(entry)}`): {share:.0%} of the checkpoint stays plain.",
+            facts, PLAIN, f"The ignore list exempts every routed expert (`{printable(entry)}`): {int(100 * share)}% of the checkpoint stays plain.",
             names, blame="config", mend="Quantise again with the experts among the targets, if that was meant.",
             wanted="quantised experts", found=f"{many(len(names), 'plain tensor')}",
         )  # fmt: skip
