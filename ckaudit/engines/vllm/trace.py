@@ -76,11 +76,7 @@ class Tracer:
             return
         live = self.live(record, upto)
         left = [piece]
-        if (
-            _itself(piece)
-            and not live.unsure
-            and sum(p.elements * p.at[0].item for p, _ in live.pieces) == _bytes(piece)
-        ):
+        if _itself(piece) and not live.unsure and _filled(live) == _bytes(piece):
             for there, write in live.pieces:  # the whole of a storage that writes fill: nothing to cut
                 yield from self._through(Piece(there.sizes, (there.at[0], *there.at)), write, cast)
             return
@@ -152,6 +148,12 @@ def _itself(piece: Piece) -> bool:
     """Whether a piece explains a dense run of bytes by itself, from the first byte of its storage on."""
     place, view = piece.at
     return place == view and place.offset == 0 and len(piece.sizes) == 1 and place.strides[0] == place.item
+
+
+def _filled(live: Live) -> int:
+    """Bytes from the first of a storage on that its writes fill without a gap; -1 if there is a gap before the last of them."""
+    end = max((span(p.sizes, p.at[0])[1] for p, _ in live.pieces), default=0)
+    return end if sum(_bytes(p) for p, _ in live.pieces) == end else -1
 
 
 def _bytes(piece: Piece) -> int:
