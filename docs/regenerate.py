@@ -62,6 +62,10 @@ def picture() -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True)
     console.print(Text.from_ansi(f"$ {PICTURED}\n\n{out}".rstrip()))
     svg = console.export_svg(title="ckaudit", theme=MONOKAI, unique_id="ckaudit")
+    # No font from another host, and blanks that every renderer keeps.
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace")
+    svg = svg.replace('<svg class="rich-terminal"', '<svg class="rich-terminal" xml:space="preserve"', 1)
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 

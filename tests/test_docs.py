@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "checks"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/ci.md", "docs/json.md")]
+DOCUMENTS = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "docs/ci.md", "docs/json.md", "docs/load.md", "docs/perplexity.md")
+]
 
 
 class TestCatalogue:
@@ -44,11 +47,11 @@ class TestCatalogue:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(where, command) of every `ckaudit …` line in the documents."""
+    """(where, command) of every `ckaudit …` line in the documents, those of CI jobs included."""
     found = []
     for document in DOCUMENTS:
-        for block in re.findall(r"```(?:console|sh)\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
-            lines = (line.removeprefix("$ ") for line in block.splitlines())
+        for block in re.findall(r"```(?:console|sh|yaml)\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+            lines = (re.sub(r"^\s*(\$|- run:|run:|-|command:) ", "", line) for line in block.splitlines())
             found += [(document.name, line) for line in lines if line.startswith("ckaudit ")]
     return found
 
@@ -62,7 +65,7 @@ def options(*command: str) -> set[str]:
 
 
 def test_there_are_commands_to_test() -> None:
-    assert len(commands()) >= 8
+    assert len(commands()) >= 24
 
 
 @pytest.mark.parametrize(("where", "command"), commands(), ids=lambda v: v[:60])
@@ -76,7 +79,8 @@ def test_every_command_names_options_and_files_that_exist(where: str, command: s
 
 
 def test_every_option_in_prose_exists() -> None:
-    known = options("names") | options("explain") | options("rules", "lint") | options()
+    commands = ((), ("names",), ("load",), ("ppl",), ("diff",), ("explain",), ("rules", "lint"))
+    known = set[str]().union(*(options(*c) for c in commands))
     for document in DOCUMENTS[:1] + DOCUMENTS[2:]:
         text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert set(re.findall(r"`(--[a-z][a-z-]+)", text)) <= known, document.name
