@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from ckaudit.plan import Unjudged
+
 Kind = Literal["renamed", "relaid", "quantised", "retyped", "reshaped", "removed", "added"]
 Rule = Literal[
     "rename", "legacy", "fused", "stacked", "quantised", "cast", "vocabulary", "positions", "experts", "layers", "tied", "draft", "buffer"
@@ -62,5 +64,5 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of one name, dtype and shape on both sides (of one name, where a header was not there to read)."""
     identical_bytes: int
     changes: tuple[Change, ...]
-    unjudged: tuple[str, ...] = ()
-    """Why parts of the comparison could not be made."""
+    unjudged: tuple[Unjudged, ...] = ()
+    """What could not be compared and why. `topic`: `shapes` (a header was not there to read) or `files` (a file is faulty)."""

@@ -120,6 +120,10 @@ class TestRenames:
         change = only(diff(decoder(), renamed(decoder(), "post_attention_layernorm", "post_attention_layrnorm")))
         assert (change.kind, change.rule, len(change.links)) == ("renamed", "rename", 4)
 
+    def test_a_module_that_one_alone_can_be(self) -> None:
+        change = only(diff(decoder(), renamed(decoder(), "k_proj", "key_proj")))
+        assert (change.rule, change.text) == ("rename", "replace `k_proj.` by `key_proj.` in the names")
+
     def test_names_joined_otherwise(self) -> None:
         """GLM re-saved by transformers: the words of a path changed places (524 tensors were skipped by who served it)."""
         old, new = (

@@ -103,6 +103,16 @@ class TestExitCodes:
         assert (report.exit_code, {s.check for s in report.skips}) == (3, {"CK803", "CK804"})
         assert pipeline.diff(str(a), str(b), roundtrip=True, allow_not_judged=True).exit_code == 0
 
+    def test_a_faulty_file_is_told_and_is_no_round_trip(self) -> None:
+        """The header is whole, the data behind it is cut off."""
+        a, b = (str(FIXTURES / f"llama-{x}") for x in ("good", "truncated"))
+        report = pipeline.diff(a, b)
+        assert report.diff is not None
+        assert (report.diff.changes, report.exit_code) == ((), 0)
+        assert [(s.check, "the files of B are faulty" in s.reason) for s in report.skips] == [("files", True)]
+        assert pipeline.diff(a, b, roundtrip=True).exit_code == 3
+        assert pipeline.diff(a, a, roundtrip=True).exit_code == 0
+
     def test_nothing_to_compare(self) -> None:
         report = pipeline.diff(str(FIXTURES / "llama-good"), str(FIXTURES / "pickle-only"))
         assert (report.exit_code, report.diff) == (3, None)

@@ -15,6 +15,7 @@ NOT_IDENTICAL = Check("CK805", "not identical, as a round trip has to be", "erro
 CHECKS = (LOST, ADDED, RESHAPED, RETYPED, NOT_IDENTICAL)
 
 _CHECKS: dict[Kind, Check] = {"removed": LOST, "added": ADDED, "reshaped": RESHAPED, "retyped": RETYPED}
+_LEAVES_OPEN = {"shapes": (RESHAPED.id, RETYPED.id), "files": ("files",)}
 _MENDS: dict[Kind, str] = {
     "removed": "Copy them from A, or save again.",
     "added": "Leave them out when saving, unless B is meant to have more than A.",
@@ -39,7 +40,7 @@ def run(diff: Diff) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
         for c in diff.changes
         if c.rule is None or diff.roundtrip
     ]
-    skips = [Skip(check.id, reason) for reason in diff.unjudged for check in (RESHAPED, RETYPED)]
+    skips = [Skip(check, u.reason) for u in diff.unjudged for check in _LEAVES_OPEN[u.topic]]
     return tuple(findings), tuple(skips)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ckaudit.changes import Change, Diff, Link
 from ckaudit.checkpoint import Checkpoint
+from ckaudit.checks import container
 from ckaudit.checks.facts import Facts
 from ckaudit.diff.gone import unexplained
 from ckaudit.diff.made import Sizes
@@ -17,6 +18,7 @@ from ckaudit.diff.pairing import Pairing
 from ckaudit.diff.reasons import one_sided
 from ckaudit.diff.within import within
 from ckaudit.header import without_collector
+from ckaudit.plan import Unjudged
 
 
 def compare(a: Checkpoint, b: Checkpoint, *, roundtrip: bool = False) -> Diff:
@@ -64,13 +66,23 @@ def _one_sided(pairing: Pairing, sizes: Sizes, *, removed: bool) -> Iterator[Cha
     yield from unexplained("removed" if removed else "added", left, absent, here, there, other, sizes)
 
 
-def _unjudged(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Files that could not be read: what they hold is compared by name alone, or not at all."""
-    unread = {side: [s.path for s in c.shards if s.header is None] for side, c in (("A", a), ("B", b))}
-    if unread["A"] and unread["B"] and a.index_only and b.index_only:
-        yield "only an index of A and of B was there to read: shapes and dtypes are not compared"
+def _unjudged(a: Checkpoint, b: Checkpoint) -> Iterator[Unjudged]:
+    """Files that could not be read, so that what they hold is compared by name alone or not at all; and files that are faulty."""
+    if a.index_only and b.index_only:
+        yield Unjudged("shapes", "only an index of A and of B was there to read: shapes and dtypes are not compared")
         return
-    for side, paths in unread.items():
+    for side, checkpoint in (("A", a), ("B", b)):
+        paths = [s.path for s in checkpoint.shards if s.header is None]
         if paths:
             more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
-            yield f"{paths[0]}{more} of {side} could not be read: compared by the names in the index, where there is one"
+            yield Unjudged(
+                "shapes",
+                f"{paths[0]}{more} of {side} could not be read: compared by the names in the index, where there is one",
+            )
+        elif checkpoint.defects or any(s.defects for s in checkpoint.shards):
+            faults = sorted({f.check for f in container.run(checkpoint)[0] if f.severity == "error"})
+            if faults:
+                yield Unjudged(
+                    "files",
+                    f"the files of {side} are faulty themselves ({' '.join(faults)}): `ckaudit names` tells how",
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import msgspec
@@ -16,6 +16,8 @@ from ckaudit.naming import Nearest, printable
 from ckaudit.renames import Rename, infer_rename
 
 _TRIES = 16
+_MANY = 2000
+"""Kinds of names (numbers taken out) of which each is held against its likes; a checkpoint has some 60, only made-up ones have more."""
 _ADAPTER = re.compile(r"(^|\.)lora_\w+(\.|$)")
 
 
@@ -41,7 +43,7 @@ def rename(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Renamed | None:
         map(_ADAPTER.search, theirs)
     ):  # they only lie beside the names that are looked for
         ours, theirs = ({p: None for p in side if not _ADAPTER.search(p)} for side in (ours, theirs))
-    for _ in range(_TRIES):
+    for _ in range(_TRIES if max(len(ours), len(theirs)) <= _MANY else 1):
         forth = infer_rename(ours, theirs) if ours and theirs else None
         most = min(len(ours), len(theirs))
         back = infer_rename(theirs, ours) if most and (forth is None or len(forth.pairs) < most) else None
@@ -107,6 +109,8 @@ def _clear(rule: Rename, here: Mapping[str, Unit], there: Mapping[str, Unit]) ->
     names = [n for n in here if rule.apply(n) in there]
     if any(not f".{n.rpartition('.')[0]}".endswith(f".{old}") for n in names):
         return True
+    if _WORDS.get(old, old) == _WORDS.get(new, new):
+        return True
     tail = _tail(old, new)
     if {old.removesuffix(tail), new.removesuffix(tail)} <= _PARTS:
         return False
@@ -167,7 +171,8 @@ def _tails(here: Mapping[str, Unit], there: Mapping[str, Unit], before: str, aft
 _WORDS = {
     word: group.split()[0]
     for group in (
-        "q_proj to_q linear_q query wq q_lin", "k_proj to_k linear_k key wk k_lin", "v_proj to_v linear_v value wv v_lin",
+        "q_proj query_proj to_q linear_q query wq q_lin", "k_proj key_proj to_k linear_k key wk k_lin",
+        "v_proj value_proj to_v linear_v value wv v_lin",
         "o_proj to_out linear_out out_proj wo out_lin dense", "gate_proj w1 wi_0", "down_proj w2", "up_proj w3 wi_1",
         "embed_tokens word_embeddings wte tok_embeddings embed_in embed", "lm_head head embed_out output",
         "self_attn attn attention", "mlp ffn feed_forward", "layers h blocks layer block", "q_norm norm_q", "k_norm norm_k",
@@ -213,6 +218,8 @@ _TOKEN = re.compile(r"[._]")
 def alike(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Iterator[Renamed]:
     """Names spelt otherwise: of one kind and number on both sides, of the same shapes, whose changed words are the same or nearly so."""
     ours, theirs = _kinds(old), _kinds(new)
+    if max(len(ours), len(theirs)) > _MANY:
+        return
     there, here = Nearest(theirs), Nearest(ours)
     groups: dict[str, list[tuple[Unit, Unit]]] = defaultdict(list)
     for kind, members in ours.items():
@@ -245,11 +252,10 @@ def _same_words(one: str, other: str) -> bool:
     gone, came = list((a - b).elements()), list((b - a).elements())
     if not gone and not came:
         return True
-    if len(gone) != 1 or len(came) != 1 or min(len(gone[0]), len(came[0])) < 4:
+    if len(gone) != 1 or len(came) != 1:
         return False
-    if re.sub(r"\d", "", gone[0]) == re.sub(r"\d", "", came[0]):
-        return False
-    return _ratio(gone[0], came[0]) >= 0.75
+    one, other = (re.sub(r"\d", "", w) for w in (gone[0], came[0]))
+    return one != other and min(len(one), len(other)) > 3 and _ratio(one, other) >= 0.75
 
 
 def _trimmed(one: str, other: str) -> tuple[str, str]:
@@ -260,23 +266,3 @@ def _trimmed(one: str, other: str) -> tuple[str, str]:
     while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
     return "".join(a), "".join(b)
-
-
-def through(
-    rules: Iterable[Renamed], units: Mapping[str, Unit], *, back: bool
-) -> dict[str, tuple[Unit, tuple[str, ...]]]:
-    """`units` after the renames that were found so far: new name -> (unit, the renames that changed its name).
-
-    `back` takes the renames that turn names of B into names of A, for the units of B.
-    """
-    chosen = [(r.rename, r.text) for r in rules if r.rename is not None and r.back == back]
-    found: dict[str, tuple[Unit, tuple[str, ...]]] = {}
-    for name, unit in units.items():
-        texts = []
-        for rule, text in chosen:
-            changed = rule.apply(name)
-            if changed != name:
-                name = changed
-                texts.append(text)
-        found.setdefault(name, (unit, tuple(texts)))
-    return found

@@ -10,11 +10,14 @@ import msgspec
 from ckaudit.changes import Link, Rule
 from ckaudit.checks.facts import Facts
 from ckaudit.diff.layouts import Named, relaid
-from ckaudit.diff.names import Renamed, alike, legacy, rename, synonyms, through
+from ckaudit.diff.names import Renamed, alike, legacy, rename, synonyms
 from ckaudit.diff.units import Unit, members, quantised, units
 
 _ROUNDS = 8
 """Renames that are looked for; real checkpoints need four at most."""
+
+
+_Seen = dict[str, tuple[str, tuple[str, ...]]]
 
 
 class Relaid(msgspec.Struct, frozen=True):
@@ -39,7 +42,8 @@ class Pairing:
         self.old: dict[str, Unit] = {}
         """The units of A without a partner, by name; in `new` those of B."""
         self.new: dict[str, Unit] = {}
-        self._rules: list[Renamed] = []
+        self._seen: tuple[_Seen, _Seen] = ({}, {})
+        """Of A and of B: name -> (the name that the renames so far made of it, those that changed it)."""
         self._start()
         self._pair_up()
 
@@ -78,8 +82,9 @@ class Pairing:
         return links
 
     def _pair_up(self) -> None:
-        for _ in range(_ROUNDS):
-            self._layouts()
+        for n in range(_ROUNDS):
+            if n < 2:  # at once, and under the prefix that most of the names got
+                self._layouts()
             if not self._rename():
                 break
         for kind in (legacy, alike, synonyms):
@@ -91,15 +96,35 @@ class Pairing:
     def _rename(self) -> bool:
         """One more rename, of the names as they are stored or else of those that the renames so far made of them."""
         found = rename(self.old, self.new)
-        old, new = self._through(())
-        if found is None and self._rules:
+        old: Named = {}
+        new: Named = {}
+        if found is None and self._seen != ({}, {}):
             old, new = self._through()
             found = rename(_units(old), _units(new))
         if found is None:
             return False
         self._renamed(found, old, new)
-        self._rules.append(found)
+        self._see(found)
         return True
+
+    def _see(self, found: Renamed) -> None:
+        """From now on the units without a partner are looked for by what this rename makes of their names as well."""
+        assert found.rename is not None
+        seen = self._seen[found.back]
+        for name in self.new if found.back else self.old:
+            known, texts = seen.get(name, (name, ()))
+            changed = found.rename.apply(known)
+            if changed != known:
+                seen[name] = changed, (*texts, found.text)
+
+    def _through(self) -> tuple[Named, Named]:
+        """What has no partner, by the names that the renames so far made: name -> (unit, the renames that changed it)."""
+        made: list[dict[str, tuple[Unit, tuple[str, ...]]]] = [{}, {}]
+        for side, loose, seen in zip(made, (self.old, self.new), self._seen, strict=True):
+            for name, unit in loose.items():
+                known, texts = seen.get(name, (name, ()))
+                side.setdefault(known, (unit, texts))
+        return made[0], made[1]
 
     def _renamed(self, found: Renamed, old: Named, new: Named) -> None:
         before = {u.name: texts for u, texts in (*old.values(), *new.values()) if texts}
@@ -130,11 +155,6 @@ class Pairing:
                     del many[part.name]
                 done.append(Relaid(parts, (whole,)) if fused else Relaid((whole,), parts))
         return done
-
-    def _through(self, rules: Sequence[Renamed] | None = None) -> tuple[Named, Named]:
-        """What is loose by the names that the renames so far (or `rules`) give it."""
-        rules = self._rules if rules is None else rules
-        return through(rules, self.old, back=False), through(rules, self.new, back=True)
 
 
 def _units(named: Named) -> Mapping[str, Unit]:
