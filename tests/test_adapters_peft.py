@@ -48,6 +48,16 @@ MODELS: dict[str, Callable[[], Any]] = {
             **EXPERTS, **MLA, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1
         )
     ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4)),
+    "gemma3": lambda: transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=SMALL | {"head_dim": 4}, mm_tokens_per_image=4,
+            vision_config={
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14,
+            },
+        )
+    ),
     "qwen2_vl": lambda: transformers.Qwen2VLForConditionalGeneration(
         transformers.Qwen2VLConfig(
             text_config=SMALL | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}},
@@ -159,6 +169,25 @@ SPOILT: dict[str, tuple[str, dict[str, tuple[int, int]], dict[str, Any], list[st
     "the text class's names": ("qwen2_vl", {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, ["CK901"]),
     "an older class's names": (
         "qwen2_vl", {f"language_model.model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, ["CK901"],
+    ),
+    "an older class's names, which PEFT knows": (
+        "gemma3", {f"language_model.model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}
+        | {f"vision_tower.vision_model.encoder.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, [],
+    ),
+    "this class's names": (
+        "gemma3", {f"model.language_model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}
+        | {f"model.vision_tower.encoder.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, [],
+    ),
+    "Gemma's text class's names": (
+        "gemma3", {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, ["CK901"],
+    ),
+    "a name that lacks the root alone": (
+        "gemma3", {f"language_model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, Q, ["CK901"],
+    ),
+    "experts under an older path": (
+        "mixtral", {f"model.layers.{i}.block_sparse_moe.experts.{e}.{w}": (16, 24) if w == "w2" else (24, 16)
+                    for i in LAYERS for e in range(4) for w in ("w1", "w2", "w3")},
+        {"target_modules": ["w1", "w2", "w3"]}, [],
     ),
     "a shared expert": (
         "deepseek_v3", {"model.layers.1.mlp.shared_experts.down_proj": (16, 8)},

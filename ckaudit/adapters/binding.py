@@ -79,7 +79,9 @@ def bind(adapter: Adapter, base: Base, plan: Plan) -> Binding:
         return Binding(plan=empty, kind=kind, of_base=plan)
     if kind == "peft":
         surface = of_plan(plan)
-        outcomes = tuple(_in_peft(adapter, base, surface, unit) for unit in adapter.modules)
+        names = peft.Names(plan, (base.checkpoint.config or {}).get("model_type"))
+        paths = ((u, u.path if surface.holds(u.path) else names.path(u.path)) for u in adapter.modules)
+        outcomes = tuple(_in_peft(adapter, base, surface, unit, path) for unit, path in paths)
     else:
         surface = of_fused(plan, base.checkpoint)
         outcomes = tuple(_In(adapter, base, plan, surface).look(unit) for unit in adapter.modules)
@@ -157,8 +159,7 @@ def _fate(name: str, outcome: Outcome) -> NameFate:
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>[^.]+)")
 
 
-def _in_peft(adapter: Adapter, base: Base, surface: Surface, unit: Unit) -> Outcome:
-    path = unit.path
+def _in_peft(adapter: Adapter, base: Base, surface: Surface, unit: Unit, path: str) -> Outcome:
     leaf = path.rpartition(".")[2]
     family = peft.family((base.checkpoint.config or {}).get("model_type"))
     fused = f"{path.removesuffix('.base_layer')}.{'gate_up_proj' if leaf == 'base_layer' else 'down_proj'}"

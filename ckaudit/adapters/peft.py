@@ -8,7 +8,13 @@ of the name and `target_modules` names it; what is left is passed over, and modu
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
+
+from ckaudit.adapters.dialects import ROOT
+from ckaudit.errors import RuleError
+from ckaudit.mapper import Kind, Mapper, Rule
+from ckaudit.plan import Plan, RuleHit
 
 FUSED: dict[str, dict[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
@@ -35,6 +41,51 @@ _FAMILIES: dict[str, str] = {
 def family(model_type: object) -> dict[str, str]:
     """What PEFT makes of the targets of this type of model; empty where it converts nothing."""
     return FUSED.get(_FAMILIES.get(model_type, ""), {}) if isinstance(model_type, str) else {}
+
+
+_BY_CLASS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Model types whose renames transformers registers for classes: PEFT asks by type, gets none, and converts nothing."""
+
+
+_EVERYWHERE = ("LayerNorm.", ".weight_g", ".weight_v", r"^model\.language_model\.model")
+"""Beginnings of the renames that transformers has for every model."""
+
+
+class Names:
+    """The renames that transformers has for a base, as PEFT applies them to an adapter's names."""
+
+    def __init__(self, plan: Plan, model_type: object) -> None:
+        own = any(hit.rule in ("rename", "convert") and not hit.key.startswith(_EVERYWHERE) for hit in plan.rules)
+        rules = plan.rules if own and model_type not in _BY_CLASS else ()
+        self._rules = [
+            (_renaming(hit), hit.at) for hit in rules if hit.rule in ("rename", "prefix") and hit.to is not None
+        ]
+        self._seen = {
+            fate.name.rpartition(".")[0]: fate.into.rpartition(".")[0]
+            for fate in (plan.names if rules else ())
+            if fate.fate == "loaded" and fate.into is not None and fate.shard is None and not fate.also
+        }
+
+    def path(self, module: str) -> str:
+        """The path of `module` in the class that transformers builds."""
+        if not self._rules or module in self._seen:
+            return self._seen.get(module, module)
+        new = module
+        for mapper, at in self._rules:
+            head, scope, tail = new.partition(f"{at}.") if at else ("", "", new)
+            new = head + scope + (mapper.map(f"{tail}.").name or "").removesuffix(".") if scope or not at else new
+        # What only puts a prefix before a name is taken back: PEFT takes it for one that its own root already gave.
+        return module if f"{ROOT}{module}".endswith(new) else new
+
+
+def _renaming(hit: RuleHit) -> Mapper:
+    keys, targets = hit.key.split(" | "), (hit.to or "").split(" | ")
+    rules: list[Rule] = []
+    for i, key in enumerate(keys):
+        kind: Kind = "renaming" if hit.rule == "rename" else "regex"
+        with suppress(RuleError):
+            rules += Mapper([Rule(kind, key, targets[min(i, len(targets) - 1)])]).rules
+    return Mapper(rules)
 
 
 def pattern_value(patterns: object, module: str) -> Any:
