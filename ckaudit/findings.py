@@ -124,6 +124,20 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tensors by safetensors dtype."""
 
 
+class Quantised(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules that are quantised alike: what is on disk, in the config, and in each engine."""
+
+    modules: tuple[str, ...]
+    """Their paths, folded."""
+    count: int
+    on_disk: str
+    """The scheme that the stored tensors show, or `plain`."""
+    declared: str
+    """What the config says of them."""
+    built: dict[str, str]
+    """Engine id -> `quantised`, `plain` or `nothing`."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """How many findings of each severity stand, how many were suppressed, and what was not judged."""
 
@@ -153,6 +167,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     source: Target | None = None
     """What the target was compared with."""
     diff: Diff | None = None
+    quantisation: tuple[Quantised, ...] = ()
+    """What is quantised, where anything is."""
     adapter: dict[str, Any] | None = None
     """What the target adapts and where that binds, where it is an adapter."""
     fail_on: FailOn = "error"

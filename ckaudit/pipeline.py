@@ -66,6 +66,7 @@ def audit(
     SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
     """
     from ckaudit import checks
+    from ckaudit.checks import schemes
 
     progress = progress or NullProgress()
     asked = None if engines is None else _selected(engines)  # a misspelt engine must not cost a download
@@ -102,6 +103,7 @@ def audit(
         sizes=sizes,
         findings=ordered(findings, [p.id for p in plans]),
         skips=(*skipped, *skips, *checks.headers_alone(checkpoint)),
+        quantisation=schemes.table(checkpoint, plans),
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
     )

@@ -15,6 +15,13 @@ REST = {n: s for n, s in quantised(LEAVES).items() if not n.startswith(LAST)}
 ODD = REST | {f"{LAST}.weight": W}
 """One module of the last layer is plain."""
 
+ROUTED = {
+    f"model.layers.{i}.mlp.experts.{e}.{p}.weight": ("BF16", [64, 64])
+    for i in range(3)
+    for e in range(4)
+    for p in ("w1", "w2")
+}
+
 
 class TestPlain:
     def test_one_of_many(self) -> None:
@@ -60,21 +67,14 @@ class TestPlain:
 
 
 class TestExperts:
-    ROUTED = {
-        f"model.layers.{i}.mlp.experts.{e}.{p}.weight": ("BF16", [64, 64])
-        for i in range(3)
-        for e in range(4)
-        for p in ("w1", "w2")
-    }
-
     def test_all_exempt(self) -> None:
-        finding = only(checkpoint(quantised(LEAVES) | self.ROUTED, config(METHOD | {"ignore": ["re:.*experts.*"]})))
+        finding = only(checkpoint(quantised(LEAVES) | ROUTED, config(METHOD | {"ignore": ["re:.*experts.*"]})))
         assert (finding.check, finding.blame, finding.count) == ("CK308", "config", 24)
         # 24 matrices of 8192 bytes, and 704 bytes beside them
         assert "99% of the checkpoint" in finding.message
 
     def test_a_few_small_ones(self) -> None:
-        small = {n: ("BF16", [1, 2]) for n in self.ROUTED}
+        small = {n: ("BF16", [1, 2]) for n in ROUTED}
         large = {n: (d, [64 * k for k in s]) for n, (d, s) in quantised(LEAVES).items()}
         assert told(checkpoint(large | small, config(METHOD | {"ignore": ["re:.*experts.*"]}))) == []
 

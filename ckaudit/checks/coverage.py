@@ -25,9 +25,9 @@ def plain(facts: Facts) -> Iterator[Finding]:
     }
     if not config or not quantised:
         return
-    dense = _dense(facts)
+    found = dense(facts)
     like = {shape(m) for m in quantised}
-    odd = [m for m in dense if shape(m) in like and targeted(config, m)]
+    odd = [m for m in found if shape(m) in like and targeted(config, m)]
     if odd:
         yield on_files(
             facts, PLAIN,
@@ -36,10 +36,10 @@ def plain(facts: Facts) -> Iterator[Finding]:
             mend="Add them to the ignore list of the quantisation, or take the quantised tensors from the source of this checkpoint.",
             wanted="quantised, or in the ignore list", found="plain",
         )  # fmt: skip
-    yield from _experts(facts, dense)
+    yield from _experts(facts, found)
 
 
-def _dense(facts: Facts) -> list[str]:
+def dense(facts: Facts) -> list[str]:
     """The modules that hold one plain matrix (and maybe a bias)."""
     tensors = facts.checkpoint.tensors
     leaves = [
@@ -52,10 +52,10 @@ def _dense(facts: Facts) -> list[str]:
     ]  # fmt: skip
 
 
-def _experts(facts: Facts, dense: list[str]) -> Iterator[Finding]:
+def _experts(facts: Facts, plain: list[str]) -> Iterator[Finding]:
     """Routed experts that are most of the checkpoint and all in the ignore list: quantised in name only."""
     config = declared(facts)
-    routed = [m for m in dense if re.search(r"(^|\.)experts\.[0-9]+\.", m)]
+    routed = [m for m in plain if re.search(r"(^|\.)experts\.[0-9]+\.", m)]
     entry = ignored_by(config, routed[0]) if routed else None
     if entry is None or not all(ignored_by(config, m) for m in routed):
         return
@@ -64,7 +64,8 @@ def _experts(facts: Facts, dense: list[str]) -> Iterator[Finding]:
     share = size / whole if whole else len(names) / len(facts.checkpoint.tensors)
     if share > 0.5:
         yield on_files(
-            facts, PLAIN, f"The ignore list exempts every routed expert (`{printable(entry)}`): {int(100 * share)}% of the checkpoint stays plain.",
+            facts, PLAIN,
+            f"The ignore list exempts every routed expert (`{printable(entry)}`): {int(100 * share)}% of the checkpoint stays plain.",
             names, blame="config", mend="Quantise again with the experts among the targets, if that was meant.",
             wanted="quantised experts", found=f"{many(len(names), 'plain tensor')}",
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from ckaudit.checks.case import on_files
@@ -53,7 +54,20 @@ def ignored_by(config: dict[str, Any], module: str) -> str | None:
     stem, _, leaf = module.rpartition(".")
     known = [leaf, *_FUSED.get(leaf, ()), *([_JOINED[leaf]] if leaf in _JOINED else [])]
     names = [f"{stem}.{n}" if stem else n for n in known]
-    return next((e for e in _ignore_list(config) if any(_matches(e, n) for n in names)), None)
+    plain, patterns = _sorted_out(tuple(_ignore_list(config)))
+    for name in names:
+        paths = [i for i, c in enumerate(name) if c == "."]
+        for known_as in (name, *(name[:i] for i in paths), *(name[i + 1 :] for i in paths)):
+            if known_as in plain:
+                return known_as
+    return next((e for e in patterns if any(_matches(e, n) for n in names)), None)
+
+
+@lru_cache(maxsize=16)
+def _sorted_out(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Entries that are paths, and those that are patterns: lists with one entry for each of thousands of modules exist."""
+    patterns = tuple(e for e in entries if e.startswith("re:") or "*" in e)
+    return frozenset(entries).difference(patterns), patterns
 
 
 def targeted(config: dict[str, Any], module: str) -> bool:
@@ -66,6 +80,17 @@ def targeted(config: dict[str, Any], module: str) -> bool:
     if any(config.get(k) for k in _BY_MODULE) or ignored_by(config, module) is not None:
         return False
     return not targets or any(t[:1].isupper() or _matches(t, module) for t in targets)
+
+
+def weights_of(config: dict[str, Any], module: str) -> dict[str, Any]:
+    """What a config with groups (compressed-tensors) sets for the weights of `module`: the first group with it; else empty."""
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
+            targets = [t for t in group.get("targets") or () if isinstance(t, str)]
+            if not targets or any(t[:1].isupper() or _matches(t, module) for t in targets):
+                return weights
+    return {}
 
 
 _BY_MODULE = ("extra_config", "modules_in_block_to_quantize", "layer_quant_config", "quantized_layers")

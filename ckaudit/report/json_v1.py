@@ -32,6 +32,7 @@ def document(report: findings.Report, *, names: bool = False) -> v1.Document:
         load=report.load,
         forward=report.forward,
         perplexity=report.perplexity,
+        quantisation=tuple(_like(v1.Quantised, q) for q in report.quantisation),
         adapter=None if report.adapter is None else msgspec.convert(report.adapter, v1.Adapter),
         diff=_diff(report),
         summary=_like(v1.Summary, summary),

@@ -270,6 +270,16 @@ class Adapter(msgspec.Struct, frozen=True):
     engines: Annotated[tuple[AdapterEngine, ...], Meta(description="Where they bind; engines without a verdict left out.")]
 
 
+class Quantised(msgspec.Struct, frozen=True):
+    """Modules that are quantised alike."""
+
+    modules: Annotated[tuple[str, ...], Meta(description="Their paths, numbers folded: layers.{0..23}.")]
+    count: Annotated[Count, Meta(description="How many they are.")]
+    on_disk: Annotated[str, Meta(description="The scheme that the stored tensors show, or plain.")]
+    declared: Annotated[str, Meta(description="What the config says of them.")]
+    built: Annotated[dict[str, str], Meta(description="Engine id to quantised, plain or nothing.")]
+
+
 class Document(msgspec.Struct, frozen=True):
     """A ckaudit report, version 1. null sections were not run. The order is stable: the same input gives the same bytes."""
 
@@ -284,6 +294,9 @@ class Document(msgspec.Struct, frozen=True):
     load: Annotated[dict[str, Any] | None, Meta(description="A real load, where one was run.")]
     forward: Annotated[dict[str, Any] | None, Meta(description="A forward pass, where one was run.")]
     perplexity: Annotated[dict[str, Any] | None, Meta(description="A perplexity comparison, where one was run.")]
+    quantisation: Annotated[
+        tuple[Quantised, ...], Meta(description="What is quantised on disk, in the config and in each engine.")
+    ]
     adapter: Annotated[Adapter | None, Meta(description="Where an adapter binds; null when the target is none.")]
     diff: Annotated[Diff | None, Meta(description="A comparison with another checkpoint, where one was asked for.")]
     summary: Annotated[Summary, Meta(description="The findings in numbers.")]

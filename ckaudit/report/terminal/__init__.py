@@ -16,6 +16,7 @@ from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
 from ckaudit.report.terminal.perplexity import perplexity
+from ckaudit.report.terminal.quantisation import quantisation
 from ckaudit.report.terminal.verdicts import details, every_name, verdicts
 
 _EXITS = {
@@ -50,6 +51,7 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
         yield from adapter(report.adapter)
     yield from verdicts(report, width, verbose=verbose)
     if not quiet:
+        yield from quantisation(report.quantisation, verbose=verbose)
         yield from findings(report, verbose=verbose)
         yield from skips(report)
         if verbose:
