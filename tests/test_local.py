@@ -203,6 +203,16 @@ def test_a_file_too_long_to_be_read_whole(folder: Path) -> None:
         open_source(str(folder)).read("config.json")
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_target_that_is_not_utf8_is_named_in_escapes(folder: Path, inside: bool) -> None:
+    (folder / os.fsdecode(b"bad\xff")).mkdir()
+    own = folder / os.fsdecode(b"bad\xff/own\xff.safetensors")
+    own.write_bytes(b"12")
+    source = open_source(str(own if inside else own.parent))
+    assert source.name == f"{folder}/bad\\xff" + ("/own\\xff.safetensors" if inside else "")
+    assert source.read("own\\xff.safetensors") == b"12"
+
+
 def test_names_that_are_not_utf8_are_listed_in_escapes(folder: Path) -> None:
     (folder / os.fsdecode(b"bad\xff.json")).write_bytes(b"1")
     (folder / "line\nbreak.json").write_bytes(b"2")

@@ -38,6 +38,11 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     assert [p.suffix for p in (tmp_path / "plans").iterdir()] == [".plan"]
 
 
+def test_options_that_are_no_unicode_have_a_key():
+    """As an argument of the command line that is not UTF-8 arrives."""
+    assert key(changed(options=EngineOptions(class_name="\udcff")), {}) != key(JOB, {})
+
+
 def test_what_was_not_judged_is_not_kept(tmp_path):
     cache = PlanCache(tmp_path)
     cache.put("k", msgspec.structs.replace(PLAN, not_judged="no library"))

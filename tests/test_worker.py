@@ -31,6 +31,8 @@ def adapter(job, read):
         try: read("gone")
         except OSError as e: return Plan(id="x", engine="x", release=str(e), method="live")
     if what == "raise": raise ValueError("adapter bug")
+    if what == "quote?": return Plan(id="x", engine="x", release=None, method="live", error="no dtype \\ud800")
+    if what == "quote breakdown": raise LookupError("no \\ud800")
     if what == "exit": sys.exit(7)
     if what == "hard-exit": print("last words", file=sys.stderr, flush=True); os._exit(9)
     if what == "segfault": ctypes.string_at(0)
@@ -69,6 +71,12 @@ def test_read_reaches_the_parent(host):
     assert host.run(job("read"), read, 60).release == "0102"
     assert "gone" in host.run(job("read-missing"), read, 60).release
     assert host.run(job("pid"), read, 60).not_judged is None
+
+
+def test_text_that_is_no_unicode_goes_both_ways(host):
+    """As argv and file names bring it, and as a loader quotes `"dtype": "\\ud800"` from a config: `?` stands for what has no UTF-8."""
+    assert host.run(job("quote\udcff"), read, 60).error == "no dtype ?"
+    assert host.run(job("quote breakdown"), read, 60).not_judged == "the vllm worker broke down: LookupError: no ?"
 
 
 def test_an_adapter_that_breaks_down_costs_one_job(host):

@@ -215,7 +215,9 @@ class _Reading:
             self.defects.append(Defect("unreadable", path, "a readable file", data.reason))
         elif len(data) >= span.stop:
             self.defects.append(
-                Defect("unreadable", path, f"fewer than {span.stop} bytes", "more, so it is left alone")
+                Defect(
+                    "unreadable", path, f"fewer than {span.stop:,} bytes", f"{span.stop:,} bytes or more: left alone"
+                )
             )
         else:
             self.small[path] = data

@@ -20,6 +20,7 @@ import platformdirs
 
 import ckaudit
 from ckaudit.engines import Job
+from ckaudit.engines.worker import encoded
 from ckaudit.plan import Plan
 
 MAX_BYTES = 512 * 2**20
@@ -50,11 +51,9 @@ def key(job: Job, versions: Mapping[str, str], code: Iterable[Path] = ()) -> str
         options,
         job.index_only,
     )
-    digest.update(msgspec.json.encode(facts))
-    digest.update(
-        msgspec.json.encode(sorted((name, hashlib.sha256(text).hexdigest()) for name, text in job.texts.items()))
-    )
-    digest.update(msgspec.json.encode([(t.name, t.dtype, t.shape) for t in job.tensors]))
+    digest.update(encoded(facts))
+    digest.update(encoded(sorted((name, hashlib.sha256(text).hexdigest()) for name, text in job.texts.items())))
+    digest.update(encoded([(t.name, t.dtype, t.shape) for t in job.tensors]))
     for path in sorted(code):
         digest.update(path.read_bytes())
     return digest.hexdigest()

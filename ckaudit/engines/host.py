@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 import msgspec
 
 from ckaudit.engines import Job, ReadTensor
-from ckaudit.engines.worker import Call, Data, Done, JobCall, ReadCall, Reply
+from ckaudit.engines.worker import Call, Data, Done, JobCall, ReadCall, Reply, encoded
 from ckaudit.errors import CkauditError
 from ckaudit.plan import Plan
 
@@ -136,7 +136,7 @@ class WorkerHost:
         self._stderr.truncate(0)
         try:
             while True:
-                stdin.write(msgspec.json.encode(call) + b"\n")
+                stdin.write(encoded(call) + b"\n")
                 stdin.flush()
                 line = stdout.readline()
                 if not line.endswith(b"\n"):

@@ -7,6 +7,7 @@ and msgspec are imported before the first job says which engine it is for.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -52,6 +53,14 @@ Call = JobCall | Data
 Reply = ReadCall | Done
 
 
+def encoded(value: object) -> bytes:
+    """`value` as one line of JSON. Half a surrogate pair (`"dtype": "\\ud800"`, a path that is not UTF-8) has no UTF-8: a `?` then."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value), ensure_ascii=False).encode("utf-8", "replace")
+
+
 def engine_runner(engine: str) -> Runner:
     """The function that does jobs for `engine`, imported only now: one engine must not pay for another."""
     if engine == "transformers":
@@ -82,10 +91,10 @@ def serve(inward: BinaryIO, outward: BinaryIO, runner: Callable[[str], Runner]) 
     for line in inward:
         job = msgspec.json.decode(line, type=JobCall).job
         try:
-            answer = msgspec.json.encode(Done(plan=runner(job.engine)(job, read)))
+            answer = encoded(Done(plan=runner(job.engine)(job, read)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  (anything at all: the parent must get its answer)
             traceback.print_exc()
-            answer = msgspec.json.encode(Done(error=f"{type(error).__name__}: {error}"))
+            answer = encoded(Done(error=f"{type(error).__name__}: {error}"))
         sys.stderr.flush()
         send(answer)
 

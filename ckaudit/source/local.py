@@ -36,7 +36,7 @@ class LocalSource:
         absent: Mapping[str, FileInfo] | None = None,
     ) -> None:
         """`stores` are folders outside `root` that links may lead into; `absent` are files known to exist, but not here."""
-        self.name = name
+        self.name = as_text(name)
         self.kind = kind
         self.revision = revision
         self._root = Path(os.path.realpath(root))
@@ -104,7 +104,7 @@ class LocalSource:
                                 f"{self.name} holds more than {MAX_ENTRIES:,} files.",
                                 "Give the folder of one checkpoint.",
                             )
-                        path = prefix + _text(row.name)
+                        path = prefix + as_text(row.name)
                         if not row.is_dir(follow_symlinks=False):
                             yield path, Path(row.path)
                         elif self._only is None and not row.name.startswith("."):
@@ -173,6 +173,6 @@ def _cause(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
 
-def _text(name: str) -> str:
-    """A file name as text that any report can hold: bytes that are not UTF-8 as escapes."""
+def as_text(name: str) -> str:
+    """A path as text that any report can hold: bytes that are not UTF-8 as escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -14,7 +14,7 @@ from ckaudit.errors import SourceError, UsageError
 from ckaudit.naming import printable
 from ckaudit.progress import Progress
 from ckaudit.source import FileInfo, Source
-from ckaudit.source.local import LocalSource
+from ckaudit.source.local import LocalSource, as_text
 
 _PART = r"\w(?:[\w.-]*\w)?"
 _REPO = re.compile(rf"(?P<name>(?:{_PART}/)?{_PART})(?:@(?P<revision>[^\s@]+))?", re.ASCII)
@@ -123,7 +123,7 @@ def open_folder(path: Path, name: str) -> LocalSource:
 
 def open_file(path: Path, name: str) -> LocalSource:
     """One weight file or one index, with the small files of its folder; an index also with the shards beside it."""
-    folder, own = path.parent, path.name
+    folder, own = path.parent, as_text(path.name)
     shown = printable(name)
     if not path.exists():
         raise SourceError(f"{shown} is a link to nothing.", "Give the file itself.")

@@ -64,7 +64,7 @@ def _no_config(job: Job) -> str:
         return "this is a PEFT adapter: transformers loads its base model first; audit that one"
     if "model_index.json" in job.texts:
         return "this is a diffusers pipeline: audit the folder of one of its models"
-    return "there is no config.json, so transformers has no class to build"
+    return "there is no config.json that could be read, so transformers has no class to build"
 
 
 def raw_config(job: Job) -> dict[str, Any]:
