@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -256,6 +257,12 @@ def packed(entries: Entries) -> Made:
 
 
 class TestQuantised:
+    def test_experts_that_are_stacked_and_quantised(self) -> None:
+        found = rows(diff(fp8(experts()), stacked()))
+        linears = 6 * 3 * LAYERS
+        assert [r[:2] for r in found] == [("relaid", "stacked"), ("relaid", "stacked"), ("quantised", "quantised")]
+        assert found[2][2:] == (2 * (linears + 4 * LAYERS), 2 * LAYERS + 4 * LAYERS)
+
     LINEARS = 7 * LAYERS
 
     def test_fp8_and_back(self) -> None:
@@ -279,6 +286,39 @@ class TestQuantised:
         assert rows(found) == [("removed", None, 1, 0)]
         prefixed = without(renamed(packed(decoder()), "^", "module."), "layers.1.mlp.up_proj.weight_scale")
         assert ("removed", None, 1, 0) in rows(diff(packed(decoder()), prefixed))
+
+
+QUANTISERS: dict[str, Callable[[list[int]], dict[str, tuple[str, list[int]]]]] = {
+    "GPTQ or AWQ": lambda s: {
+        "qweight": ("I32", [s[1] // 8, s[0]]), "qzeros": ("I32", [1, s[0] // 8]), "scales": ("F16", [1, s[0]]), "g_idx": ("I32", [s[1]]),
+    },
+    "bitsandbytes 4-bit": lambda s: {
+        "weight": ("U8", [s[0] * s[1] // 2, 1]), "weight.absmax": ("F32", [4]), "weight.quant_map": ("F32", [16]),
+        "weight.quant_state.bitsandbytes__nf4": ("U8", [80]),
+    },
+    "packed bytes with a scale": lambda s: {
+        "weight": ("U8", [s[0], s[1] // 2]), "weight_scale": ("F8_E4M3", [s[0], 1]), "weight_scale_2": ("F32", []),
+        "input_scale": ("F32", []),
+    },
+    "MLX": lambda s: {"weight": ("U32", [s[0], s[1] // 8]), "scales": ("BF16", [s[0], 1]), "biases": ("BF16", [s[0], 1])},
+    "int8": lambda s: {"weight": ("I8", s), "SCB": ("F32", [s[0]])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", QUANTISERS)
+def test_schemes(scheme: str) -> None:
+    """What each quantiser stores for a linear layer, by its own documents; every other tensor stays as it is."""
+    made: Made = {}
+    for name, (dtype, shape) in decoder().items():
+        module = name.removesuffix("weight")
+        made |= (
+            {module + leaf: e for leaf, e in QUANTISERS[scheme](shape).items()}
+            if "_proj" in name
+            else {name: (dtype, shape)}
+        )
+    change = only(diff(decoder(), made))
+    assert (change.kind, change.rule, len(change.links)) == ("quantised", "quantised", 28)
+    assert scheme in change.text or scheme == "int8"
 
 
 class TestDtypes:
@@ -473,3 +513,62 @@ def test_hostile_names(name: str) -> None:
         made = report(a, b)
         assert [f.names for f in made.findings] == [(name,)]
         assert all("\x1b" not in f.message and "\u202e" not in f.message for f in made.findings)
+
+
+class TestSavedAgainstSource:
+    """Cases that were reported, by the names that the reports give."""
+
+    def test_a_prefix_three_times(self) -> None:
+        """https://github.com/huggingface/transformers/issues/45357: loading again hides it."""
+        source = renamed(decoder(), "^model", "model.language_model")
+        source |= {
+            f"model.visual.blocks.{i}.attn.{p}.weight": ("BF16", [16, 16]) for i in range(3) for p in ("qkv", "proj")
+        }
+        target = renamed(source, "^model.language_model", "model.language_model.language_model.language_model")
+        target = renamed(target, "^model.visual", "model.language_model.visual")
+        assert rows(diff(source, target)) == [("renamed", "rename", 38, 38), ("renamed", "rename", 6, 6)]
+        assert [f.check for f in report(source, target, roundtrip=True).findings] == ["CK805", "CK805"]
+
+    @pytest.mark.parametrize("prefix", ["bert.", "transformer."])
+    def test_an_alias_of_the_whole(self, prefix: str) -> None:
+        """https://github.com/arcee-ai/mergekit/issues/284: some repos of one architecture have the base's prefix, some do not."""
+        names = [f"encoder.layer.{i}.output.LayerNorm.{p}" for i in range(4) for p in ("weight", "bias")] + [
+            "ln_f.bias"
+        ]
+        bare: Made = {n: ("F32", [16]) for n in names}
+        found = report(bare, {prefix + n: e for n, e in bare.items()})
+        assert (found.findings, found.exit_code) == ((), 0)
+        assert found.diff is not None
+        assert only(found.diff).text == f"add the prefix `{prefix}`"
+
+    def test_a_third_of_the_tensors_and_nearly_all_bytes(self) -> None:
+        """https://github.com/sgl-project/sglang/issues/38618: what was renamed on read was not named back on save."""
+        words = {
+            "attn_hc.fn": [4, 4],
+            "attn_hc.base": [4],
+            "attn_hc.scale": [3],
+            "ffn_hc.fn": [4, 4],
+            "ffn_hc.base": [4],
+            "ffn_hc.scale": [3],
+        }
+        gates = {"f_a_proj.weight": [2, 16], "f_b_proj.weight": [16, 2], "dt_bias": [16], "A_log": [4]}
+        saved, source = stacked(), experts()
+        for i in range(LAYERS):
+            layer = f"model.layers.{i}"
+            for word, shape in words.items():
+                saved[f"{layer}.{word}"] = ("BF16", shape)
+                source[f"{layer}." + re.sub(r"(attn|ffn)_hc[.]", r"hc_\1_", word)] = ("BF16", shape)
+            for gate, shape in gates.items():
+                saved[f"{layer}.self_attn.forget_gate.{gate}"] = ("BF16", shape)
+                source[f"{layer}.self_attn.{gate}"] = ("BF16", shape)
+            saved[f"{layer}.self_attn.conv1d.weight"] = ("BF16", [48, 1, 4])
+            source |= {f"{layer}.self_attn.{p}_conv1d.weight": ("BF16", [16, 1, 4]) for p in "qkv"}
+        made = report(source, saved, roundtrip=True)
+        assert made.diff is not None
+        assert {(c.kind, c.rule, len(c.links)) for c in made.diff.changes} == {
+            ("renamed", "rename", 16), ("renamed", "rename", 12), ("relaid", "fused", 4), ("relaid", "stacked", 4),
+        }  # fmt: skip
+        assert [f.check for f in made.findings] == ["CK805"] * 6
+        assert sum(f.bytes for f in made.findings) + made.diff.identical_bytes == sum(
+            one(saved).tensors[n].nbytes or 0 for n in saved
+        )

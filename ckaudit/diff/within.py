@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from ckaudit.changes import Change, Link
@@ -18,30 +18,34 @@ Pair = tuple[Unit, Unit]
 
 def within(pairing: Pairing, sizes: Sizes) -> Iterator[Change]:
     """Every change of what two sides have in common."""
-    plain = [p for p in pairing.pairs if p[0].scheme is None and p[1].scheme is None]
-    yield from _quantised([p for p in pairing.pairs if p[0].scheme != p[1].scheme], sizes)
     parts = [
         (one, other)
         for groups in pairing.relaid.values()
         for group in groups
         for one in group.old
         for other in group.new
-        if one.scheme is None and other.scheme is None
     ]
-    yield from _retyped(plain, parts, pairing.same, sizes)
-    yield from _reshaped(
-        [p for p in plain if None not in (p[0].shape, p[1].shape) and p[0].shape != p[1].shape], pairing, sizes
-    )
+    yield from _quantised(pairing.pairs, parts, sizes)
+    plain = [p for p in pairing.pairs if _plain(p)]
+    yield from _retyped(plain, [p for p in parts if _plain(p)], pairing.same, sizes)
+    differing = [p for p in plain if None not in (p[0].shape, p[1].shape) and p[0].shape != p[1].shape]
+    yield from _reshaped(differing, pairing, sizes)
 
 
-def _quantised(pairs: Iterable[Pair], sizes: Sizes) -> Iterator[Change]:
+def _plain(pair: Pair) -> bool:
+    return pair[0].scheme is None and pair[1].scheme is None
+
+
+def _quantised(pairs: Sequence[Pair], parts: Sequence[Pair], sizes: Sizes) -> Iterator[Change]:
     """Weights that are quantised on one side, or otherwise on the other; told by scheme."""
     groups: dict[str, list[Link]] = defaultdict(list)
     wrong: dict[str, list[Pair]] = defaultdict(list)
-    for one, other in pairs:
+    for i, (one, other) in enumerate((*pairs, *parts)):
+        if one.scheme == other.scheme:
+            continue
         text = f"{one.scheme or one.dtype or 'plain'} → {other.scheme or other.dtype or 'plain'}"
         weight, packed = (one, other) if one.scheme is None else (other, one)
-        if weight.scheme is None and not fits(weight, packed):
+        if i < len(pairs) and weight.scheme is None and not fits(weight, packed):
             wrong[text].append((one, other))
         else:
             groups[text].append(Link(one.members, other.members))
