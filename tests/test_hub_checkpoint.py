@@ -29,6 +29,8 @@ class NoWait(Clock):
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests put their process off line
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer({"org/name": FILES}, cdn=True) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
