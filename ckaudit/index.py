@@ -5,6 +5,7 @@ Format, as transformers, diffusers and vLLM read it: `{"metadata": {"total_size"
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ _CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _WEIGHT_MAP = re.compile(rb'"weight_map"\s*:\s*(?=\{)')
 _MAX_METADATA = 1_000_000
+_TOO_LARGE = 2**63
 _STR = msgspec.json.Decoder(str)
 _MAP = msgspec.json.Decoder(dict[str, str])
 
@@ -64,9 +66,9 @@ def parse(path: str, data: bytes) -> Index:
     total = metadata.get("total_size")
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    if isinstance(total, bool) or not isinstance(total, int):
+    if isinstance(total, bool) or not isinstance(total, int) or abs(total) >= _TOO_LARGE:
         if total is not None:
-            defects.append(Defect("total-size", None, "total_size as a whole number", repr(total)[:60]))
+            defects.append(Defect("total-size", None, "total_size as a whole number", str(total)[:60]))
         total = None
     return Index(path, weight_map, total, metadata, tuple(defects))
 
@@ -135,8 +137,8 @@ def _metadata(raw: bytes | None) -> tuple[dict[str, Any], list[Defect]]:
     if raw is None:
         return {}, [Defect("index-metadata", "metadata", "an object", "none")]
     try:
-        metadata = msgspec.json.decode(raw) if len(raw) <= _MAX_METADATA else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        metadata = json.loads(raw.decode("utf-8")) if len(raw) <= _MAX_METADATA else None  # as loaders do: NaN passes
+    except (ValueError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict):
         return {}, [Defect("index-metadata", "metadata", "an object", jsonscan.excerpt(raw))]

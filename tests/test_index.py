@@ -49,7 +49,7 @@ def test_a_fraction_without_fraction_is_a_size() -> None:
     )
 
 
-@pytest.mark.parametrize("size", ["16", True, 1.5, [1]])
+@pytest.mark.parametrize("size", ["16", True, 1.5, [1], 10**400, float("nan"), float("-inf")])
 def test_total_size_of_the_wrong_kind(size: object) -> None:
     found = parse("i.json", json.dumps({"metadata": {"total_size": size}, "weight_map": MAP}).encode())
     assert [d.code for d in found.defects] == ["total-size"]

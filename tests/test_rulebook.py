@@ -190,6 +190,8 @@ def test_a_kind_that_the_release_lacks_is_refused():
 def test_what_is_not_toml_or_not_there_is_one_line(tmp_path):
     with pytest.raises(RuleError, match=r"x\.toml: not TOML"):
         rulebook.parse("a = ", "x.toml")
+    with pytest.raises(RuleError, match=r"x\.toml: not TOML"):
+        rulebook.parse("format = " + "9" * 5000, "x.toml")  # more digits than Python reads
     with pytest.raises(RuleError, match="No such file"):
         rulebook.read(tmp_path / "gone.toml")
     (tmp_path / "latin.toml").write_bytes(b"\xff\xfe")
@@ -203,7 +205,8 @@ def test_shard_lists_and_spans_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    "name", ["minicpmv4_6forconditionalgeneration", "aliases", "../secrets", "a/b", "", "x.y", "CON:", "a\0b"]
+    "name",
+    ["minicpmv4_6forconditionalgeneration", "aliases", "../secrets", "a/b", "", "x.y", "CON:", "a\0b", "A" * 300],
 )
 def test_a_name_that_is_no_architecture_finds_no_book(name):
     assert rulebook.find(name) is None

@@ -79,6 +79,8 @@ class TestConfig:
             "[[ignored]]\ncheck = 'CK205'\nreason = 'r'\n",
             "[[ignore]]\ncheck = 5\nreason = 'r'\n",
             "not toml",
+            "a = " + "9" * 5000,  # more digits than Python reads
+            "a = " + "[" * 9999,
         ],
     )
     def test_what_is_wrong_is_refused(self, tmp_path: Path, text: str) -> None:
@@ -109,7 +111,7 @@ class TestBaseline:
         assert [f.suppressed_by for f in apply(made, read(baseline=file), "t", {})[0]] == [None, None]
 
     @pytest.mark.parametrize(
-        "text", ["", "[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "findings": [1]}', "\xff"]
+        "text", ["", "[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "findings": [1]}', "\xff", "[" * 99999]
     )
     def test_what_is_no_report_is_refused(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "old.json"

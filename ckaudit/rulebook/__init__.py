@@ -19,11 +19,14 @@ from ckaudit.rulebook.laws import check
 ALIASES = "aliases.toml"
 """Architecture -> further names of it, as the books' `also` have them: so that a book is found without reading the others."""
 
+_LONGEST = 200
+"""Characters of an architecture; a config's may be longer than a file name can be."""
+
 
 @lru_cache(maxsize=64)
 def find(architecture: str) -> Book | None:
     """The shipped book for `architecture`; None when there is none. Raises RuleError for a shipped book that is not well formed."""
-    if not architecture.isidentifier() or f"{architecture.lower()}.toml" == ALIASES:
+    if not architecture.isidentifier() or len(architecture) > _LONGEST or f"{architecture.lower()}.toml" == ALIASES:
         return None
     folder = resources.folder("rules")
     named = {
@@ -56,9 +59,12 @@ def parse(text: str, file: str) -> Book:
     """A rule book from TOML. Raises RuleError naming the file and the row."""
     try:
         book = msgspec.convert(tomllib.loads(text), Book)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise RuleError(f"{file}: not TOML: {error}.", "Mend the file.") from None
     except msgspec.ValidationError as error:
         raise RuleError(f"{file}: {error}.", "rules/README.md describes the format.") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError is a ValueError; a number of 5,000 digits raises a plain one
+        raise RuleError(f"{file}: not TOML: {error}.", "Mend the file.") from None
     check(book, file)
     return book
