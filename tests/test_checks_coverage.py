@@ -45,6 +45,16 @@ class TestPlain:
     def test_what_the_config_leaves_plain(self, more: dict[str, object]) -> None:
         assert told(checkpoint(ODD, config(METHOD | more))) == []
 
+    def test_entries_under_other_names_are_told_as_that(self) -> None:
+        odd = {f"{m}.weight": W for m in LINEARS[-4:]}
+        rest = {
+            n: s
+            for n, s in quantised(LEAVES).items()
+            if not n.startswith(("model.layers.6.mlp", "model.layers.7", "model.layers.6.self"))
+        }
+        ignore = {"ignore": ["language_model.model.layers.6", "language_model.model.layers.7"]}
+        assert told(checkpoint(rest | odd, config(METHOD | ignore))) == [("CK307", "warning", "config", 2)]
+
     def test_targets_that_are_a_class(self) -> None:
         groups = {"config_groups": {"g": {"targets": ["Linear"]}}}
         assert [c for c, *_ in told(checkpoint(ODD, config(METHOD | groups)))] == ["CK308"]

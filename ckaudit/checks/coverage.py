@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.companions import FULL, TAIL, listed, recognised
 from ckaudit.checks.facts import Facts, shape, split
-from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, targeted
+from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, misnamed, targeted
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
 from ckaudit.plan import Step
@@ -28,6 +28,10 @@ def plain(facts: Facts) -> Iterator[Finding]:
     found = dense(facts)
     like = {shape(m) for m in quantised}
     odd = [m for m in found if shape(m) in like and targeted(config, m)]
+    if odd:  # not those that the ignore list means and misspells: that is told of the list
+        _, wrong = misnamed(facts)
+        meant = set(wrong.pairs.values()) if wrong is not None else set()
+        odd = [m for m in odd if meant.isdisjoint(_paths(m))]
     if odd:
         yield on_files(
             facts, PLAIN,
@@ -37,6 +41,12 @@ def plain(facts: Facts) -> Iterator[Finding]:
             wanted="quantised, or in the ignore list", found="plain",
         )  # fmt: skip
     yield from _experts(facts, found)
+
+
+def _paths(module: str) -> Iterator[str]:
+    """The module and every path above it."""
+    yield module
+    yield from (module[:i] for i, c in enumerate(module) if c == ".")
 
 
 def dense(facts: Facts) -> list[str]:

@@ -12,7 +12,7 @@ from ckaudit.checks.case import on_files
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
-from ckaudit.renames import infer_rename
+from ckaudit.renames import Inferred, infer_rename
 
 IGNORE_LIST = Check("CK307", "ignore list that matches no module", "warning")
 CHECKS = (IGNORE_LIST,)
@@ -127,18 +127,25 @@ def _ignore_list(config: dict[str, Any]) -> list[str]:
 
 def ignore_list(facts: Facts) -> Iterator[Finding]:
     """Entries of the ignore list that name no module, while the same entries after one rename all would."""
-    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
-    if not entries:
-        return
-    modules = {m for group in facts.modules.values() for m in group}
-    stacks = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
-    idle = [e for e in entries if e not in modules and e not in stacks]
-    found = infer_rename(idle, modules) if idle else None
-    if found is not None and len(found.pairs) > 1:
+    total, found = misnamed(facts)
+    if found is not None:
         entry, module = next(iter(found.pairs.items()))
         yield on_files(
-            facts, IGNORE_LIST, f"{len(found.pairs)} of {len(entries)} entries of the ignore list name no module of this checkpoint; "
+            facts, IGNORE_LIST, f"{len(found.pairs)} of {total} entries of the ignore list name no module of this checkpoint; "
             f"`{printable(entry)}` is stored as `{printable(module)}`.",
             found.pairs.values(), blame="config",
             mend=f"In the ignore list, {found.rename.text}.", wanted=printable(module), found=printable(entry),
         )  # fmt: skip
+
+
+def misnamed(facts: Facts) -> tuple[int, Inferred | None]:
+    """How many entries of the ignore list are paths, and the one rename that turns those which name nothing into modules, or into
+    parts of the model that hold modules; None where fewer than two would be."""
+    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
+    if not entries:
+        return 0, None
+    modules = {m for group in facts.modules.values() for m in group}
+    parts = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
+    idle = [e for e in entries if e not in modules and e not in parts]
+    found = infer_rename(idle, modules | parts) if idle else None
+    return len(entries), found if found is not None and len(found.pairs) > 1 else None
