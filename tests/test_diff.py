@@ -269,6 +269,22 @@ class TestQuantised:
         assert rows(diff(decoder(), fp8(decoder()))) == [("quantised", "quantised", self.LINEARS, 2 * self.LINEARS)]
         assert rows(diff(fp8(decoder()), decoder())) == [("quantised", "quantised", 2 * self.LINEARS, self.LINEARS)]
 
+    @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+    def test_fused_experts_with_scales_of_their_own(self, dtype: str) -> None:
+        made = stacked()
+        for name in [n for n in made if "experts" in n]:
+            made[name] = (dtype, made[name][1])
+            made[f"{name}_scale_inv"] = ("F32", [6, 1, 1])
+        assert rows(diff(stacked(), made)) == [("quantised", "quantised", 2 * LAYERS, 4 * LAYERS)]
+        found = diff(experts(), made)
+        assert [r[:2] for r in rows(found)] == [
+            ("relaid", "stacked"),
+            ("relaid", "stacked"),
+            ("quantised", "quantised"),
+        ]
+        lost = diff(made, without(made, "down_proj_scale_inv"))
+        assert rows(lost) == [("removed", None, LAYERS, 0)]
+
     def test_packed_and_renamed(self) -> None:
         found = diff(decoder(), packed(renamed(decoder(), "^model", "language_model.model")))
         assert rows(found) == [
@@ -280,6 +296,15 @@ class TestQuantised:
         short = packed(decoder())
         short["model.layers.0.mlp.up_proj.weight_packed"] = ("I32", [23, 2])
         assert ("reshaped", None, 1, 3) in rows(diff(decoder(), short))
+
+    def test_every_scale_lost_is_no_cast(self) -> None:
+        """The weights are still in eight bits, and nothing says by what to multiply them."""
+        assert rows(diff(fp8(decoder()), without(fp8(decoder()), "scale_inv"))) == [("removed", None, self.LINEARS, 0)]
+        prefixed = renamed(without(fp8(decoder()), "scale_inv"), "^", "module.")
+        assert sorted(rows(diff(fp8(decoder()), prefixed)), key=str) == [
+            ("removed", None, self.LINEARS, 0),
+            ("renamed", "rename", 39, 39),
+        ]
 
     def test_a_scale_lost_between_two_of_one_scheme(self) -> None:
         found = diff(packed(decoder()), without(packed(decoder()), "layers.1.mlp.up_proj.weight_scale"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from hub_server import HubServer
+from huggingface_hub import constants
 from test_cli import FIXTURES, ckaudit
 
 from ckaudit import pipeline
@@ -85,6 +88,31 @@ class TestRealSaves:
         report = pipeline.diff(str(source), str(target))
         assert report.diff is not None
         assert [(c.kind, c.rule, c.new) for c in report.diff.changes] == [("added", "tied", ("lm_head.weight",))]
+
+
+class TestRevisions:
+    @pytest.fixture
+    def hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests put their process off line
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        with HubServer({"org/name": checkpoint_files({"model.safetensors": decoder()})}) as server:
+            monkeypatch.setenv("HF_ENDPOINT", server.url)
+            yield server
+
+    def test_two_revisions_of_one_repo(self, hub: HubServer) -> None:
+        repo = hub.repos["org/name"]
+        first = repo.head
+        second = repo.push(checkpoint_files({"model.safetensors": dict(list(decoder().items())[1:])}), "v2")
+        report = pipeline.diff(f"org/name@{first}", "org/name@v2")
+        assert report.source is not None
+        assert (report.source.revision, report.target.revision) == (first, second)
+        assert [(f.check, f.names) for f in report.findings] == [("CK801", ("model.embed_tokens.weight",))]
+        shown = render_diff(report)
+        assert first[:12] in shown
+        assert second[:12] in shown
 
 
 class TestExitCodes:

@@ -93,7 +93,7 @@ def _shards(names: list[str], absent: Set[str], here: Facts) -> Iterator[tuple[s
 def _where(names: list[str], here: Facts) -> str:
     """What these tensors are, where they are whole parts or whole layers of their checkpoint; empty otherwise."""
     parts = [f"all of `{printable(p)}.` ({n})" for p, n in _parts(names, here)]
-    layers = [f"layers {numbers(i)} of `{printable(p)}`" for p, i in _layers(names, here)]
+    layers = [f"layer{'s' if len(i) > 1 else ''} {numbers(i)} of `{printable(p)}`" for p, i in _layers(names, here)]
     told = parts or layers
     drafts = draft(here)
     if len(names) < len(drafts) and drafts.issuperset(names):

@@ -11,7 +11,7 @@ from ckaudit.changes import Link, Rule
 from ckaudit.checks.facts import Facts
 from ckaudit.diff.layouts import Named, relaid
 from ckaudit.diff.names import Renamed, alike, legacy, rename, synonyms
-from ckaudit.diff.units import Unit, members, quantised, units
+from ckaudit.diff.units import Unit, members, quantised, same_weight, units
 
 _ROUNDS = 8
 """Renames that are looked for; real checkpoints need four at most."""
@@ -66,11 +66,11 @@ class Pairing:
         self.same.update(ours[name].dtype for name in same)
 
     def _take(self, pairs: Iterable[tuple[Unit, Unit]]) -> list[Link]:
-        """Pairs leave what is without a partner. Weights of one quantisation are pairs tensor by tensor."""
+        """Pairs leave what is without a partner. What is quantised alike is paired tensor by tensor."""
         links: list[Link] = []
         for one, other in pairs:
             del self.old[one.name], self.new[other.name]
-            if one.scheme is None or one.scheme != other.scheme:
+            if not same_weight(one, other):
                 self.pairs.append((one, other))
                 links.append(Link(one.members, other.members))
                 continue

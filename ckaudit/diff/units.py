@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 import msgspec
@@ -42,10 +42,8 @@ def quantised(facts: Facts) -> dict[str, Unit]:
     schemes: dict[str, str] = {}
     for scheme, kinds in recognised(facts).items():
         schemes |= {module: scheme.name for modules in kinds.values() for module in modules}
-    if not schemes:
-        return {}
     members: dict[str, list[str]] = {}
-    for name in tensors:
+    for name in tensors if schemes else ():
         module, leaf = split(name)
         if module in schemes and leaf != "bias":
             members.setdefault(module, []).append(name)
@@ -54,7 +52,23 @@ def quantised(facts: Facts) -> dict[str, Unit]:
         for module, names in members.items()
         if len(names) > 1  # bytes without a scale are a cast
     )
-    return {unit.name: unit for unit in found}
+    return {unit.name: unit for unit in (*found, *_fused(tensors))}
+
+
+_SCALES = ("_scale_inv", "_scale", "_weight_scale", "_weight_scale_inv")
+
+
+def _fused(tensors: Mapping[str, TensorSpec]) -> Iterator[Unit]:
+    """Fused expert parameters in eight bits, whose scales have names of their own: `experts.down_proj` and `experts.down_proj_scale`."""
+    for name, tensor in tensors.items():
+        if (
+            tensor.dtype is not None
+            and (tensor.dtype.startswith("F8_") or tensor.dtype == "I8")
+            and not name.endswith(".weight")
+        ):
+            scales = [tensors[name + s] for s in _SCALES if name + s in tensors]
+            if scales:
+                yield _unit(name, [tensor, *scales], "FP8" if tensor.dtype != "I8" else "int8")
 
 
 def _unit(module: str, tensors: list[TensorSpec], scheme: str) -> Unit:
@@ -69,6 +83,13 @@ def _unit(module: str, tensors: list[TensorSpec], scheme: str) -> Unit:
     return Unit(
         name, tuple(t.name for t in tensors), stored.dtype, stored.shape if whole else None, scheme, bits
     )  # fmt: skip
+
+
+def same_weight(one: Unit, other: Unit) -> bool:
+    """Whether two are quantised alike, so that each companion has to be on both sides: of one scheme, or one has lost its scales."""
+    if one.scheme is None or other.scheme is None:
+        return one.scheme != other.scheme and one.dtype is not None and one.dtype == other.dtype
+    return one.scheme == other.scheme
 
 
 def fits(weight: Unit, packed: Unit) -> bool:
