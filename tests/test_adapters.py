@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from ckaudit.adapters import recognise
@@ -14,6 +15,7 @@ from ckaudit.adapters.base import Base
 from ckaudit.adapters.dialects import read
 from ckaudit.checks import adapters as checks
 from ckaudit.cli import app
+from ckaudit.plan import Parameter
 from ckaudit.report import json_v1
 from ckaudit.report.terminal import render
 from tests.adapter_examples import CASES, PAGES, example
@@ -187,6 +189,16 @@ class TestBinding:
         assert found.plans[0].verdict == "fails"
         assert "vLLM raises" in found.findings[0].message
 
+    def test_parts_are_known_by_their_last_segment(self) -> None:
+        """As vLLM's `packed_modules_mapping`: a module whose own weights did not load has parts all the same."""
+        stored = weights(*attention(parts="qkv"))
+        on = base(stored)
+        plan = vllm(on, fused(stored))
+        lost = Parameter("merger.attn.qkv_proj.weight", "none", (24, 8), "BF16")
+        plan = replace(plan, parameters=(*plan.parameters, lost))
+        assert told(adapter(lora(["merger.attn.q_proj"])), on, plan) == []
+        assert [c for c, *_ in told(adapter(lora(["merger.other.q_proj"])), on, plan)] == ["CK901"]
+
     def test_single_experts_bind_as_parts_of_the_fused_module(self) -> None:
         parts = (("gate_proj", "w13_weight"), ("up_proj", "w13_weight"), ("down_proj", "w2_weight"))
         stored: dict[str, tuple[str, str | None]] = {
@@ -287,7 +299,28 @@ class TestPipelines:
         )
         found = report(adapter(made, None), self.pipeline("unet"))
         assert found.findings == ()
-        assert "diffusers converts" in found.skips[0].reason
+        assert "which is not judged" in found.skips[0].reason
+
+    @pytest.mark.parametrize("root", ["", "model.diffusion_model."])
+    def test_a_file_in_the_layout_of_its_authors(self, root: str) -> None:
+        """What is called alike binds; what diffusers calls otherwise is converted by whoever loads it."""
+        on = base([f"{root}input_blocks.4.1.transformer_blocks.0.attn1.to_k.weight"])
+        made = lora(
+            ["lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k"],
+            root="",
+            a="lora_down.weight",
+            b="lora_up.weight",
+        )
+        assert [p.verdict for p in report(adapter(made, None), on).plans] == ["loads"]
+        other = lora([f"lora_unet_{UNET}.to_q".replace(".", "_")], root="", a="lora_down.weight", b="lora_up.weight")
+        found = report(adapter(other, None), on)
+        assert found.findings == ()
+        assert "which is not judged" in found.skips[0].reason
+
+    def test_a_pipeline_with_such_a_file_beside_its_folders(self) -> None:
+        single = base(["model.diffusion_model.input_blocks.0.0.weight"]).checkpoint
+        on = Base(single, self.pipeline("unet").components)
+        assert report(adapter(lora([f"unet.{UNET}.to_q"], root=""), None), on).findings == ()
 
 
 class TestShapes:

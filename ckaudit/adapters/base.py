@@ -21,14 +21,18 @@ class Base(msgspec.Struct, frozen=True):
     @property
     def is_model(self) -> bool:
         """Whether it is one for the engines: not a pipeline, nor a component that diffusers loads."""
-        return bool(self.checkpoint.tensors) and "_class_name" not in (self.checkpoint.config or {})
+        return (
+            not self.components
+            and bool(self.checkpoint.tensors)
+            and "_class_name" not in (self.checkpoint.config or {})
+        )
 
 
 def read_base(source: Source, adapter: Adapter, *, progress: Progress, code: bool = False, jobs: int = 16) -> Base:
     """The base at `source`; of a pipeline those components that `adapter` may have modules of. Raises SourceError."""
     checkpoint = read_checkpoint(source, progress=progress, code=code, jobs=jobs)
-    if checkpoint.tensors:
-        return Base(checkpoint)
+    if checkpoint.tensors and "model_index.json" not in checkpoint.texts:
+        return Base(checkpoint)  # sub-folders of a model hold something else
     folders = [c for c in components(source.files()) if c in _wanted(adapter)]
     return Base(checkpoint, {c: read_checkpoint(source, progress=progress, jobs=jobs, folder=c) for c in folders})
 

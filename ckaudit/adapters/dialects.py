@@ -24,6 +24,9 @@ COMPONENTS = (
 )  # fmt: skip
 """Parts of a diffusers pipeline that adapters name first."""
 
+FUSED = re.compile(r"(.*\.)?experts(\.base_layer)?")
+"""Modules under which PEFT saves adapters of fused experts (`target_parameters`): the inner one is `base_layer`."""
+
 _KOHYA = {
     "lora_unet_": "unet", "lora_transformer_": "transformer", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3", "lycoris_": "unet",

@@ -11,12 +11,16 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from ckaudit.adapters.dialects import ROOT
+from ckaudit.adapters import Adapter, Unit
+from ckaudit.adapters.base import Base
+from ckaudit.adapters.dialects import FUSED, ROOT
+from ckaudit.adapters.outcome import Outcome
+from ckaudit.adapters.surface import Surface
 from ckaudit.errors import RuleError
 from ckaudit.mapper import Kind, Mapper, Rule
 from ckaudit.plan import Plan, RuleHit
 
-FUSED: dict[str, dict[str, str]] = {
+TAKEN: dict[str, dict[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
     "qwen2_moe": {
         "gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj",
@@ -40,7 +44,7 @@ _FAMILIES: dict[str, str] = {
 
 def family(model_type: object) -> dict[str, str]:
     """What PEFT makes of the targets of this type of model; empty where it converts nothing."""
-    return FUSED.get(_FAMILIES.get(model_type, ""), {}) if isinstance(model_type, str) else {}
+    return TAKEN.get(_FAMILIES.get(model_type, ""), {}) if isinstance(model_type, str) else {}
 
 
 _BY_CLASS = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -138,3 +142,26 @@ def _matches(asked: object, module: str) -> bool:
     if not isinstance(asked, list):
         return False
     return any(isinstance(t, str) and (module == t or module.endswith(f".{t}")) for t in asked)
+
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>[^.]+)")
+
+
+def look(adapter: Adapter, base: Base, surface: Surface, unit: Unit, path: str) -> Outcome:
+    leaf = path.rpartition(".")[2]
+    kinds = family((base.checkpoint.config or {}).get("model_type"))
+    fused = f"{path.removesuffix('.base_layer')}.{'gate_up_proj' if leaf == 'base_layer' else 'down_proj'}"
+    if FUSED.fullmatch(path) and fused in surface.parameters:
+        return Outcome(unit, "bound", path, fused)
+    if (match := _EXPERT.fullmatch(path)) and f"{match['experts']}.{kinds.get(match['leaf'])}" in surface.parameters:
+        return Outcome(unit, "bound", path, f"{match['experts']}.{kinds[match['leaf']]}")
+    if not surface.holds(path):
+        return Outcome(unit, "absent", path)
+    targeted = targets(adapter.config, path)
+    if targeted is False:
+        return Outcome(unit, "untargeted", path)
+    if targeted and leaf in kinds and "experts" not in path.split("."):
+        taken = any(p.endswith(f"experts.{kinds[leaf]}") for p in surface.parameters)
+        if taken or leaf != "gate":
+            return Outcome(unit, "converted", path, why=f"PEFT takes its target `{leaf}` for `experts.{kinds[leaf]}`")
+    return Outcome(unit, "bound", path, path)

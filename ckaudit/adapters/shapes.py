@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Literal
@@ -10,14 +9,10 @@ from typing import Literal
 import msgspec
 
 from ckaudit.adapters import Adapter, Unit, peft
-from ckaudit.adapters.dialects import Part
+from ckaudit.adapters.dialects import FUSED, Part
 from ckaudit.naming import printable
 
 Shape = tuple[int, ...]
-
-
-FUSED = re.compile(r"(.*\.)?experts(\.base_layer)?")
-"""Modules under which PEFT saves adapters of fused experts (`target_parameters`): the inner one is `base_layer`."""
 
 
 class Fault(msgspec.Struct, frozen=True):

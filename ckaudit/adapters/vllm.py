@@ -13,7 +13,11 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from ckaudit.adapters.dialects import ROOT
+from ckaudit.adapters import Adapter, Unit
+from ckaudit.adapters.base import Base
+from ckaudit.adapters.dialects import FUSED, ROOT
+from ckaudit.adapters.outcome import Outcome
+from ckaudit.adapters.surface import Surface
 from ckaudit.errors import RuleError
 from ckaudit.mapper import KINDS, Mapper, Rule
 from ckaudit.plan import Plan, Step
@@ -123,3 +127,56 @@ def text_names(looked: str, modules: Iterable[str], plan: Plan) -> str | None:
             if found in held:
                 return found
     return None
+
+
+class Look:
+    """One vLLM release with its rules, ready to look modules up."""
+
+    def __init__(self, adapter: Adapter, base: Base, plan: Plan, surface: Surface) -> None:
+        self.adapter, self.plan, self.surface = adapter, plan, surface
+        self.renames = renames(plan)
+        self.leaves = {m.rpartition(".")[2] for m in surface.modules}
+        self.packed: dict[str, set[str]] = {}
+        for part, module in surface.into.items():
+            self.packed.setdefault(part.rpartition(".")[2], set()).add(module.rpartition(".")[2])
+        named = (base.checkpoint.config or {}).get("architectures")
+        self.fused = takes_fused(plan, named if isinstance(named, list) else ())
+
+    def look(self, unit: Unit) -> Outcome:
+        chain: tuple[Step, ...] = ()
+        looked, complaint = unit.path, ""
+        for part in unit.parts:
+            found, steps, said = path(part.name, self.renames)
+            complaint = complaint or said
+            if found is not None:
+                looked, chain = found, steps
+        if complaint:
+            return Outcome(unit, "form", looked, chain=chain, raises=complaint)
+        if FUSED.fullmatch(looked) and unit.of("A", "B"):
+            return self._fused(unit, looked, chain)
+        found = self._find(looked) or text_names(looked, self.surface.modules, self.plan)
+        if found is not None:
+            return Outcome(unit, "bound", looked, self.surface.into.get(found, found), chain)
+        leaf = looked.rpartition(".")[2]
+        said = "" if leaf in self.leaves else f"ValueError: expected target modules, but received {looked}."
+        return Outcome(unit, "absent", looked, chain=chain, raises=said)
+
+    def _find(self, path: str) -> str | None:
+        """The module of this path, or the fused one beside it that has such a part: vLLM knows parts by their last segment alone."""
+        if self.surface.holds(path):
+            return path
+        parent, dot, leaf = path.rpartition(".")
+        beside = (f"{parent}{dot}{fused}" for fused in sorted(self.packed.get(leaf, ())))
+        return next((m for m in beside if self.surface.holds(m)), None)
+
+    def _fused(self, unit: Unit, looked: str, chain: tuple[Step, ...]) -> Outcome:
+        experts = looked.removesuffix(".base_layer")
+        there = self.surface.holds(experts) or text_names(experts, self.surface.modules, self.plan) is not None
+        if self.fused and there:
+            return Outcome(unit, "bound", looked, experts, chain)
+        said = (
+            f"ValueError: LoRA adapter contains fused 3D MoE weights for {experts!r}, but the model uses a 2D MoE LoRA wrapper."
+            if refuses_fused(self.plan) and not self.fused
+            else ""
+        )
+        return Outcome(unit, "form" if not self.fused else "absent", looked, chain=chain, raises=said)

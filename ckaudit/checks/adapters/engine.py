@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckaudit.adapters import Adapter, peft, shapes, vllm
 from ckaudit.adapters.binding import Binding
-from ckaudit.adapters.dialects import ROOT
+from ckaudit.adapters.dialects import FUSED, ROOT
 from ckaudit.checks.adapters.rows import (
     FORM,
     REFUSED,
@@ -25,9 +25,7 @@ MAX_LORA_RANK = 16
 
 def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
     lost = [o for o in binding.outcomes if o.state == "form"]
-    fused = [
-        o for o in lost if shapes.FUSED.fullmatch(o.looked) and not o.raises.endswith("is unsupported LoRA weight")
-    ]
+    fused = [o for o in lost if FUSED.fullmatch(o.looked) and not o.raises.endswith("is unsupported LoRA weight")]
     if fused:
         names = names_of(o.unit for o in fused)
         what = "raises" if any(o.raises for o in fused) else "drops them or breaks on them"
@@ -50,7 +48,7 @@ def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
 
 def fused(adapter: Adapter, *, bound: bool) -> Iterator[Finding]:
     """Without an engine that would know: adapters of fused experts are of a form that only some software reads."""
-    names = names_of(u for u in adapter.modules if shapes.FUSED.fullmatch(u.path))
+    names = names_of(u for u in adapter.modules if FUSED.fullmatch(u.path))
     if names:
         yield finding(
             adapter, FORM, f"{many(len(names), 'tensor')} adapt fused experts (`target_parameters`): PEFT 0.17 and newer reads them, vLLM "
@@ -94,7 +92,7 @@ def unserved(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
     ):
         return
     served = {o.unit.path for o in binding.outcomes} | {o.into for o in binding.outcomes}
-    fused = any(shapes.FUSED.fullmatch(u.path) or ".experts." in u.path for u in adapter.modules)
+    fused = any(FUSED.fullmatch(u.path) or ".experts." in u.path for u in adapter.modules)
     lacking = [
         m
         for m, shape in binding.surface.modules.items()
