@@ -297,6 +297,13 @@ class TestQuantised:
         short["model.layers.0.mlp.up_proj.weight_packed"] = ("I32", [23, 2])
         assert ("reshaped", None, 1, 3) in rows(diff(decoder(), short))
 
+    @pytest.mark.parametrize("where", ["layers.2.mlp.up_proj", "_proj"])
+    def test_quantised_without_what_the_scheme_needs(self, where: str) -> None:
+        made = report(decoder(), without(packed(decoder()), f"{where}.*weight_scale"))
+        lost = 1 if where != "_proj" else self.LINEARS
+        assert [(f.check, f.severity, f.count) for f in made.findings] == [("CK801", "error", lost)]
+        assert "without `weight_scale`" in made.findings[0].message
+
     def test_every_scale_lost_is_no_cast(self) -> None:
         """The weights are still in eight bits, and nothing says by what to multiply them."""
         assert rows(diff(fp8(decoder()), without(fp8(decoder()), "scale_inv"))) == [("removed", None, self.LINEARS, 0)]

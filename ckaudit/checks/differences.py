@@ -14,7 +14,14 @@ RETYPED = Check("CK804", "tensors retyped", "warning")
 NOT_IDENTICAL = Check("CK805", "not identical, as a round trip has to be", "error")
 CHECKS = (LOST, ADDED, RESHAPED, RETYPED, NOT_IDENTICAL)
 
-_CHECKS: dict[Kind, Check] = {"removed": LOST, "added": ADDED, "reshaped": RESHAPED, "retyped": RETYPED}
+CHECK_OF: dict[Kind, Check] = {
+    "removed": LOST,
+    "quantised": LOST,
+    "added": ADDED,
+    "reshaped": RESHAPED,
+    "retyped": RETYPED,
+}
+"""Which check tells of a change without a rule."""
 _LEAVES_OPEN = {"shapes": (RESHAPED.id, RETYPED.id), "files": ("files",)}
 _MENDS: dict[Kind, str] = {
     "removed": "Copy them from A, or save again.",
@@ -30,6 +37,7 @@ _ROUNDTRIP: dict[Kind, str] = _MENDS | {
     "added": "Leave them out when saving.",
     "retyped": "Save in the dtypes of A: from_pretrained(…, dtype='auto').",
 }
+_SCALES = "Quantise again, or take the companions from where B was made."
 _UNDECIDABLE = "Compare what the two compute: ckaudit ppl A --candidate B."
 
 
@@ -45,26 +53,22 @@ def run(diff: Diff) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
 
 
 def _unexplained(change: Change, diff: Diff) -> Finding:
-    check = _CHECKS[change.kind]
-    names = change.old if change.kind == "removed" else change.new
+    check = CHECK_OF[change.kind]
+    names = change.old if check is LOST else change.new
     count = many(len(names), "tensor")
     verb = "is" if len(names) == 1 else "are"
     what = f": {change.text}" if change.text else ""
     message = {
         "removed": f"{count} of A {verb} not in B{what}.",
+        "quantised": f"{count} of A {verb} {change.text} in B.",
         "added": f"{count} of B {verb} not in A{what}.",
         "reshaped": f"{count} {verb} {change.text}.",
         "retyped": f"{change.text[:1].upper()}{change.text[1:]}.",
     }[change.kind]
     if change.nearest is not None:
         message += f" Most alike on the other side: `{printable(change.nearest)}`."
-    return _finding(
-        change,
-        check,
-        message,
-        _severity(change, check, diff),
-        _UNDECIDABLE if change.undecidable else _MENDS[change.kind],
-    )
+    mend = _UNDECIDABLE if change.undecidable else _SCALES if change.kind == "quantised" else _MENDS[change.kind]
+    return _finding(change, check, names, message, _severity(change, check, diff), mend)
 
 
 def _severity(change: Change, check: Check, diff: Diff) -> Severity:
@@ -82,19 +86,22 @@ def _explained(change: Change) -> Finding:
     count = (
         many(one or other, "tensor") if one == other or not one or not other else f"{many(one, 'tensor')} into {other}"
     )
-    return _finding(change, NOT_IDENTICAL, f"{count} {change.kind}: {change.text}.", "error", _ROUNDTRIP[change.kind])
+    message = f"{count} {change.kind}: {change.text}."
+    return _finding(change, NOT_IDENTICAL, change.new or change.old, message, "error", _ROUNDTRIP[change.kind])
 
 
-def _finding(change: Change, check: Check, message: str, severity: Severity, mend: str) -> Finding:
-    names = tuple(sorted(set(change.new or change.old), key=natural_key))
+def _finding(
+    change: Change, check: Check, names: tuple[str, ...], message: str, severity: Severity, mend: str
+) -> Finding:
+    listed = tuple(sorted(set(names), key=natural_key))
     return Finding(
         check=check.id,
         title=check.title,
         severity=severity,
         blame="undecidable" if change.undecidable else "checkpoint",
-        names=names,
-        count=len(names),
-        bytes=change.new_bytes if change.new else change.old_bytes,
+        names=listed,
+        count=len(listed),
+        bytes=change.old_bytes if check is LOST or not change.new else change.new_bytes,
         wanted=change.wanted,
         found=change.found,
         message=message,

@@ -29,6 +29,8 @@ class Unit(msgspec.Struct, frozen=True, gc=False):
     scheme: str | None = None
     bits: int | None = None
     """Bits of data of a quantised weight itself, companions apart."""
+    lacks: str | None = None
+    """A companion that its scheme needs and that is not stored."""
 
 
 def plain(tensor: TensorSpec) -> Unit:
@@ -39,16 +41,18 @@ def plain(tensor: TensorSpec) -> Unit:
 def quantised(facts: Facts) -> dict[str, Unit]:
     """The quantised weights of a checkpoint by the name of the plain weight."""
     tensors = facts.checkpoint.tensors
-    schemes: dict[str, str] = {}
+    schemes: dict[str, tuple[str, str | None]] = {}
     for scheme, kinds in recognised(facts).items():
-        schemes |= {module: scheme.name for modules in kinds.values() for module in modules}
+        for leaves, modules in kinds.items():
+            lacks = next((need[0].rstrip("*") for need in scheme.needs if not any(_has(leaves, n) for n in need)), None)
+            schemes |= dict.fromkeys(modules, (scheme.name, lacks))
     members: dict[str, list[str]] = {}
     for name in tensors if schemes else ():
         module, leaf = split(name)
         if module in schemes and leaf != "bias":
             members.setdefault(module, []).append(name)
     found = (
-        _unit(module, [tensors[n] for n in names], schemes[module])
+        _unit(module, [tensors[n] for n in names], *schemes[module])
         for module, names in members.items()
         if len(names) > 1  # bytes without a scale are a cast
     )
@@ -71,7 +75,13 @@ def _fused(tensors: Mapping[str, TensorSpec]) -> Iterator[Unit]:
                 yield _unit(name, [tensor, *scales], "FP8" if tensor.dtype != "I8" else "int8")
 
 
-def _unit(module: str, tensors: list[TensorSpec], scheme: str) -> Unit:
+def _has(leaves: frozenset[str], need: str) -> bool:
+    """Whether a module has the leaf `need`, or one that begins so where that ends in `*`; a leaf may carry its dtype behind a colon."""
+    plain_leaves = (leaf.partition(":")[0] for leaf in leaves)
+    return any(leaf.startswith(need[:-1]) if need.endswith("*") else leaf == need for leaf in plain_leaves)
+
+
+def _unit(module: str, tensors: list[TensorSpec], scheme: str, lacks: str | None = None) -> Unit:
     name = f"{module}.weight"
     stored = next((t for t in tensors if t.name == name), None)
     if stored is None:
@@ -81,7 +91,7 @@ def _unit(module: str, tensors: list[TensorSpec], scheme: str) -> Unit:
     whole = stored.dtype is not None and (stored.dtype.startswith("F8_") or stored.dtype == "I8")
     bits = prod(stored.shape) * DTYPE_BITS[stored.dtype] if stored.shape is not None and stored.dtype else None
     return Unit(
-        name, tuple(t.name for t in tensors), stored.dtype, stored.shape if whole else None, scheme, bits
+        name, tuple(t.name for t in tensors), stored.dtype, stored.shape if whole else None, scheme, bits, lacks
     )  # fmt: skip
 
 

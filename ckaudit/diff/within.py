@@ -40,17 +40,22 @@ def _quantised(pairs: Sequence[Pair], parts: Sequence[Pair], sizes: Sizes) -> It
     """Weights that are quantised on one side, or otherwise on the other; told by scheme."""
     groups: dict[str, list[Link]] = defaultdict(list)
     wrong: dict[str, list[Pair]] = defaultdict(list)
+    lacking: dict[str, list[Link]] = defaultdict(list)
     for i, (one, other) in enumerate((*pairs, *parts)):
         if one.scheme == other.scheme:
             continue
         text = f"{one.scheme or one.dtype or 'plain'} → {other.scheme or other.dtype or 'plain'}"
         weight, packed = (one, other) if one.scheme is None else (other, one)
-        if i < len(pairs) and weight.scheme is None and not fits(weight, packed):
+        if other.lacks is not None:
+            lacking[f"quantised ({text}) without `{other.lacks}`"].append(Link(one.members, other.members))
+        elif i < len(pairs) and weight.scheme is None and not fits(weight, packed):
             wrong[text].append((one, other))
         else:
             groups[text].append(Link(one.members, other.members))
     for text, links in groups.items():
         yield sizes.change("quantised", "quantised", text, links)
+    for text, links in lacking.items():
+        yield sizes.change("quantised", None, text, links)
     for text, bad in wrong.items():
         one, other = bad[0]
         yield sizes.change(

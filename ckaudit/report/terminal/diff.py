@@ -8,11 +8,10 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ckaudit.changes import Change, Diff, Kind
+from ckaudit.changes import Change, Diff
+from ckaudit.checks.differences import CHECK_OF
 from ckaudit.findings import Report, Target
 from ckaudit.report.terminal.layout import SEVERITIES, folded, grid, many, prose, safe, short, size
-
-_CHECKS: dict[Kind, str] = {"removed": "CK801", "added": "CK802", "reshaped": "CK803", "retyped": "CK804"}
 
 
 def sides(report: Report) -> Iterator[RenderableType]:
@@ -79,7 +78,7 @@ def _kind(change: Change) -> Text:
 def _why(change: Change, *, quiet: bool, verbose: bool) -> Text:
     """The rule that explains a change, or the finding that tells of it."""
     if change.rule is None:
-        said = Text(_CHECKS[change.kind], style="bold red")
+        said = Text(CHECK_OF[change.kind].id, style="bold red")
         return said.append(f"  {prose(change.text).plain}", style="not bold default") if quiet else said
     said = prose(change.text)
     if verbose:
