@@ -317,6 +317,13 @@ class TestPipelines:
         assert found.findings == ()
         assert "which is not judged" in found.skips[0].reason
 
+    def test_xlabs_on_its_own_layout(self) -> None:
+        on = base(["double_blocks.0.img_attn.qkv.weight"])
+        made = lora(["double_blocks.0.processor"], root="", a="qkv_lora1.down.weight", b="qkv_lora1.up.weight")
+        assert report(adapter(made, None), on).findings == ()
+        beyond = lora(["double_blocks.7.processor"], root="", a="qkv_lora1.down.weight", b="qkv_lora1.up.weight")
+        assert [c for c, *_ in told(adapter(beyond, None), on)] == ["CK901"]
+
     def test_a_pipeline_with_such_a_file_beside_its_folders(self) -> None:
         single = base(["model.diffusion_model.input_blocks.0.0.weight"]).checkpoint
         on = Base(single, self.pipeline("unet").components)

@@ -220,6 +220,16 @@ def test_what_peft_passes_over(
     assert (found, error) == (expected, None)
 
 
+def test_names_without_the_root(laid: Callable[[str], tuple[Base, Plan]], tmp_path: Path) -> None:
+    at = write(tmp_path, {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, root="", **Q)
+    _, found, _ = ours(at, *laid("llama"))
+    assert found == ["CK902"]
+    assert theirs(at, MODELS["llama"]()) == set()
+    model = MODELS["llama"]()
+    model.load_adapter(str(at))
+    assert all(bool((p == 1).all()) for n, p in model.named_parameters() if "lora_A" in n)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [{"r": 8}, {"rank_pattern": {"layers.0.self_attn.q_proj": 8}}, {"size": (16, 8)}],

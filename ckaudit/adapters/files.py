@@ -34,6 +34,10 @@ def look(adapter: Adapter, base: Base, surfaces: dict[str, Surface], unit: Unit)
             found = look(surface, spelling)
             if found is not None:
                 return Outcome(unit, "bound", path, f"{name}.{found}" if name else found)
+    if adapter.dialect == "xlabs":  # its factors sit on a block's processor, which is no module with weights
+        block = unit.module.partition("processor.")[0]
+        if any(m.startswith(block) for _, s in places for m in s.modules):
+            return Outcome(unit, "bound", path, block.removesuffix("."))
     theirs = any(_ORIGINAL.match(m) for s in surfaces.values() for m in s.modules)
     if theirs != bool(_ORIGINAL.match(unit.module) or adapter.dialect == "xlabs") and (theirs or not base.is_model):
         which = ("the base", "the adapter") if theirs else ("the adapter", "the base")

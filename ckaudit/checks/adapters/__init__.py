@@ -9,7 +9,7 @@ from ckaudit.adapters.base import Base
 from ckaudit.adapters.binding import Binding
 from ckaudit.checks import container
 from ckaudit.checks.adapters.alone import alone, fits
-from ckaudit.checks.adapters.bound import replaced, unbound
+from ckaudit.checks.adapters.bound import bare, replaced, unbound
 from ckaudit.checks.adapters.engine import forms, fused, settings, targets, unserved
 from ckaudit.checks.adapters.rows import CHECKS as CHECKS
 from ckaudit.checks.adapters.rows import EMPTY, NOTHING, SHAPE
@@ -35,7 +35,7 @@ def run(
         found += unbound(adapter, base, judged)
     for binding in judged:
         found += [
-            *replaced(adapter, binding), *forms(adapter, binding), *targets(adapter, binding),
+            *bare(adapter, binding), *replaced(adapter, binding), *forms(adapter, binding), *targets(adapter, binding),
             *unserved(adapter, binding), *settings(adapter, binding),
         ]  # fmt: skip
     return tuple(found), (*skips, *_skips(adapter, base, bindings))

@@ -59,6 +59,19 @@ def _missing(
     )  # fmt: skip
 
 
+def bare(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    """Names without PEFT's root: what loads adapters into the model itself finds them, `PeftModel` does not."""
+    units = [o.unit for o in binding.outcomes if o.state == "bound" and not o.unit.parts[0].rooted]
+    if binding.kind == "peft" and units:
+        first = printable(units[0].names[0])
+        yield finding(
+            adapter, PARTLY, f"{many(len(units), 'module')} of {len(adapter.modules)} have names without `{ROOT}`: "
+            "PeftModel.from_pretrained passes over them and runs the base model; model.load_adapter and vLLM find them.", names_of(units),
+            engine=binding.plan.id, severity="warning", mend=f"Add the prefix `{ROOT}` to the names, or load with model.load_adapter.",
+            wanted=f"{ROOT}{first}", found=first,
+        )  # fmt: skip
+
+
 def replaced(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
     lost = [u for u in adapter.replaced if not binding.surface.holds(u.path) and not u.parts[0].doubled]
     if binding.kind != "vllm" and lost and head_of_task(adapter) is None:
