@@ -135,7 +135,7 @@ class Quantised(msgspec.Struct, frozen=True, kw_only=True):
     declared: str
     """What the config says of them."""
     built: dict[str, str]
-    """Engine id -> `quantised`, `plain` or `nothing`."""
+    """Engine id -> `quantised`, `dequantised`, `plain` or `nothing`."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

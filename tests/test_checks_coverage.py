@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ckaudit.mapper import Rule
@@ -74,6 +76,57 @@ class TestPlain:
         method = METHOD | {"ignore": ["model.layers.3.mlp.gate_up_proj"]}
         assert told(checkpoint(parts | plain, config(method))) == []
         assert [c for c, *_ in told(checkpoint(parts | plain, config(METHOD)))] == ["CK308"]
+
+
+class TestPatterns:
+    """Patterns of an ignore list come from strangers."""
+
+    @pytest.mark.parametrize(
+        "evil",
+        [
+            "re:(m+o*)+$",
+            "re:(.*a)*b",
+            "re:" + ".*x" * 50,
+            r"re:(m)\1*",
+            "re:(",
+            "re:[",
+            "*" * 40 + "x",
+            "re:" + "(" * 5000,
+            "(?<=x)y*",
+        ],
+    )
+    def test_one_that_might_never_end_is_not_tried(self, evil: str) -> None:
+        name = "m" * 60 + "!"
+        leaves = {f"{name}.{i}.down_proj.{leaf}": spec for i in range(3) for leaf, spec in LEAVES.items()}
+        source = checkpoint(leaves | {f"{name}.3.down_proj.weight": W}, config(METHOD | {"ignore": [evil]}))
+        start = time.perf_counter()
+        assert told(source) == []  # the list may exempt it: nothing is claimed
+        assert time.perf_counter() - start < 5
+
+    def test_the_others_share_a_second(self) -> None:
+        slow = [f"re:.*a.*b.*c{i}" for i in range(3000)]
+        tensors = {f"{'ab' * 90}.{i}.down_proj.{leaf}": spec for i in range(30) for leaf, spec in LEAVES.items()}
+        source = checkpoint(tensors | {f"{'ab' * 90}.30.down_proj.weight": W}, config(METHOD | {"ignore": slow}))
+        start = time.perf_counter()
+        told(source)
+        assert time.perf_counter() - start < 10
+
+    @pytest.mark.parametrize(
+        ("entry", "hit"),
+        [
+            ("re:.*layers\\.7\\..*", True),
+            ("model.layers.*.mlp.down_proj", True),
+            ("*down_proj", True),
+            ("model.layers.7", True),
+            ("mlp", True),
+            ("model.layers", True),
+            ("model.layer", False),
+            ("down", False),
+            ("re:layers\\.7", False),
+        ],
+    )
+    def test_what_an_entry_exempts(self, entry: str, hit: bool) -> None:
+        assert (told(checkpoint(ODD, config(METHOD | {"ignore": [entry]}))) == []) is hit
 
 
 class TestExperts:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
+import time
+from collections.abc import Iterable, Iterator
+from fnmatch import translate
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from ckaudit.checks.case import on_files
@@ -54,20 +56,83 @@ def ignored_by(config: dict[str, Any], module: str) -> str | None:
     stem, _, leaf = module.rpartition(".")
     known = [leaf, *_FUSED.get(leaf, ()), *([_JOINED[leaf]] if leaf in _JOINED else [])]
     names = [f"{stem}.{n}" if stem else n for n in known]
-    plain, patterns = _sorted_out(tuple(_ignore_list(config)))
-    for name in names:
-        paths = [i for i, c in enumerate(name) if c == "."]
-        for known_as in (name, *(name[:i] for i in paths), *(name[i + 1 :] for i in paths)):
-            if known_as in plain:
-                return known_as
-    return next((e for e in patterns if any(_matches(e, n) for n in names)), None)
+    entries = _sorted_out(tuple(_ignore_list(config)))
+    return next((e for n in names if (e := entries.named(n)) is not None), None) or next(
+        (e for e, pattern in entries.patterns.items() if any(entries.match(pattern, n) for n in names)), None
+    )
+
+
+class _Entries:
+    """An ignore list, sorted out: lists with one entry for each of thousands of modules exist, and patterns come from strangers."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self.plain: set[str] = set()
+        self.patterns: dict[str, re.Pattern[str]] = {}
+        self.refused: list[str] = []
+        """Patterns that are none, or that might take for ever on some name."""
+        self._left = _PATIENCE
+        for entry in entries:
+            if not entry.startswith("re:") and not _PATTERN.search(entry):
+                self.plain.add(entry)
+            elif (pattern := _compiled(entry)) is not None:
+                self.patterns[entry] = pattern
+            else:
+                self.refused.append(entry)
+
+    def named(self, module: str) -> str | None:
+        """The entry that is the module, a part of the model above it, the end of its path, or one or two segments of it."""
+        dots = [i for i, c in enumerate(module) if c == "."]
+        found = next(
+            (p for p in (module, *(module[:i] for i in dots), *(module[i + 1 :] for i in dots)) if p in self.plain),
+            None,
+        )
+        if found is None:
+            segments = module.split(".")
+            runs = (*segments, *map(".".join, pairwise(segments)))
+            found = next((r for r in runs if r in self.plain), None)
+        return found
+
+    def match(self, pattern: re.Pattern[str], module: str) -> bool:
+        """Whether `pattern` matches from the start; no more than a second is spent on a list."""
+        if self._left <= 0 or len(module) > _LONGEST:
+            return False
+        start = time.perf_counter()
+        found = pattern.match(module) is not None
+        self._left -= time.perf_counter() - start
+        return found
+
+
+_PATIENCE = 1.0
+"""Seconds for all patterns of one list."""
+_LONGEST = 200
+"""Characters of a module's path that patterns are tried on."""
+_PATTERN = re.compile(r"[*^$\\\[(+?|]")
+_RISKY = re.compile(r"\)[*+{]|\\[1-9]|\(\?[^:]")
+"""A repeated group, a back reference, a look around: what can make a match take time without end."""
+
+
+def _compiled(entry: str) -> re.Pattern[str] | None:
+    """`re:…` as compressed-tensors has it; others as transformers and ModelOpt do: a pattern up to the end of a segment, or wildcards."""
+    text = entry.removeprefix("re:")
+    if _RISKY.search(text) or len(re.findall(r"(?<!\\)[*+{]", text)) > 4:
+        return None
+    ways = [text] if entry.startswith("re:") else [rf"(?:{text})(?=\.|$)"]
+    ways += [translate(entry)] if "*" in text and not entry.startswith("re:") else []
+    sound = [w for w in ways if _is_pattern(w)]
+    return re.compile("|".join(sound)) if sound else None
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 @lru_cache(maxsize=16)
-def _sorted_out(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Entries that are paths, and those that are patterns: lists with one entry for each of thousands of modules exist."""
-    patterns = tuple(e for e in entries if e.startswith("re:") or "*" in e)
-    return frozenset(entries).difference(patterns), patterns
+def _sorted_out(entries: tuple[str, ...]) -> _Entries:
+    return _Entries(entries)
 
 
 def targeted(config: dict[str, Any], module: str) -> bool:
@@ -77,9 +142,20 @@ def targeted(config: dict[str, Any], module: str) -> bool:
         t for g in (groups.values() if isinstance(groups, dict) else ()) if isinstance(g, dict)
         for t in (g.get("targets") or ()) if isinstance(t, str)
     ]  # fmt: skip
-    if any(config.get(k) for k in _BY_MODULE) or ignored_by(config, module) is not None:
+    refused = _sorted_out(tuple(_ignore_list(config))).refused
+    if refused or any(config.get(k) for k in _BY_MODULE) or ignored_by(config, module) is not None:
         return False
-    return not targets or any(t[:1].isupper() or _matches(t, module) for t in targets)
+    return not targets or _among(targets, module)
+
+
+def _among(targets: list[str], module: str) -> bool:
+    """Whether `module` is one of the targets, of which a capital begins the name of a class."""
+    entries = _sorted_out(tuple(targets))
+    return (
+        any(t[:1].isupper() for t in targets)
+        or entries.named(module) is not None
+        or any(entries.match(p, module) for p in entries.patterns.values())
+    )
 
 
 def weights_of(config: dict[str, Any], module: str) -> dict[str, Any]:
@@ -88,24 +164,13 @@ def weights_of(config: dict[str, Any], module: str) -> dict[str, Any]:
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
             targets = [t for t in group.get("targets") or () if isinstance(t, str)]
-            if not targets or any(t[:1].isupper() or _matches(t, module) for t in targets):
+            if not targets or _among(targets, module):
                 return weights
     return {}
 
 
 _BY_MODULE = ("extra_config", "modules_in_block_to_quantize", "layer_quant_config", "quantized_layers")
 """Keys that say module by module what is quantised, in ways of their own. Facts: GPTQModel, AutoRound, Quark and ModelOpt configs."""
-
-
-def _matches(entry: str, module: str) -> bool:
-    if entry.startswith("re:"):
-        try:
-            return re.match(entry[3:], module) is not None
-        except re.error:
-            return False
-    if "*" in entry:
-        return fnmatchcase(module, entry)
-    return module == entry or module.startswith(f"{entry}.") or f".{module}".endswith(f".{entry}")
 
 
 def _ignore_list(config: dict[str, Any]) -> list[str]:
@@ -141,7 +206,9 @@ def ignore_list(facts: Facts) -> Iterator[Finding]:
 def misnamed(facts: Facts) -> tuple[int, Inferred | None]:
     """How many entries of the ignore list are paths, and the one rename that turns those which name nothing into modules, or into
     parts of the model that hold modules; None where fewer than two would be."""
-    entries = [e for e in _ignore_list(declared(facts)) if "." in e and not re.search(r"[*^$\\\[(+?:]", e)]
+    entries = [
+        e for e in _ignore_list(declared(facts)) if "." in e and not e.startswith("re:") and not _PATTERN.search(e)
+    ]
     if not entries:
         return 0, None
     modules = {m for group in facts.modules.values() for m in group}

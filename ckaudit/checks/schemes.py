@@ -37,7 +37,7 @@ def table(checkpoint: Checkpoint, plans: Sequence[Plan]) -> tuple[Quantised, ...
     judged = [(p.id, _Built(p)) for p in plans if p.not_judged is None and p.parameters]
     rows: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]] = defaultdict(list)
     for module, scheme in on_disk.items():
-        built = tuple((engine, found.of(module)) for engine, found in judged)
+        built = tuple((engine, found.of(module, scheme)) for engine, found in judged)
         rows[scheme, _declared(facts, config, module), built].append(module)
     return tuple(
         Quantised(modules=tuple(fold(modules)), count=len(modules), on_disk=scheme, declared=said, built=dict(built))
@@ -76,6 +76,7 @@ class _Built:
     """How one engine built the modules that the tensors were looked up in."""
 
     def __init__(self, plan: Plan) -> None:
+        self._dequantised = any(note.kind == "dequantized" for note in plan.notes)
         self._kinds: dict[str, str] = {}
         for p in plan.parameters:
             module = split(p.name)[0]
@@ -87,6 +88,7 @@ class _Built:
         for fate in plan.names:
             self._into.setdefault(split(fate.name)[0], split(fate.into or fate.name)[0])
 
-    def of(self, module: str) -> str:
-        """`quantised`, `plain`, or `nothing` where the engine has no such module."""
-        return self._kinds.get(self._into.get(module, module), "nothing")
+    def of(self, module: str, scheme: str) -> str:
+        """`quantised`, `plain`, `dequantised` where that is done on loading, or `nothing` where the engine has no such module."""
+        found = self._kinds.get(self._into.get(module, module), "nothing")
+        return "dequantised" if found == PLAIN != scheme and self._dequantised else found

@@ -277,7 +277,7 @@ class Quantised(msgspec.Struct, frozen=True):
     count: Annotated[Count, Meta(description="How many they are.")]
     on_disk: Annotated[str, Meta(description="The scheme that the stored tensors show, or plain.")]
     declared: Annotated[str, Meta(description="What the config says of them.")]
-    built: Annotated[dict[str, str], Meta(description="Engine id to quantised, plain or nothing.")]
+    built: Annotated[dict[str, str], Meta(description="Engine id to quantised, dequantised (on loading), plain or nothing.")]
 
 
 class Document(msgspec.Struct, frozen=True):
