@@ -110,6 +110,13 @@ class TestRenames:
         )
         assert rows(diff(decoder() | queries, decoder() | keys)) == [("removed", None, 4, 0), ("added", None, 0, 4)]
 
+    @pytest.mark.parametrize(
+        ("one", "other"), [("encoder", "decoder"), ("text_model", "vision_model"), ("student", "teacher")]
+    )
+    def test_nor_are_two_halves_of_a_model(self, one: str, other: str) -> None:
+        found = diff(decoder(root=f"model.{one}."), decoder(root=f"model.{other}."))
+        assert rows(found) == [("removed", None, 38, 0), ("added", None, 0, 38)]
+
     def test_nor_are_two_that_may_be_either_of_two(self) -> None:
         old, new = (
             {f"model.layers.{i}.{p}.weight": ("BF16", [16]) for i in range(LAYERS) for p in pair}
@@ -434,6 +441,23 @@ class TestOneSided:
     def test_a_tied_head_of_another_shape_is_lost(self) -> None:
         source = decoder() | {"lm_head.weight": ("BF16", [100, 8])}
         assert only(diff(source, without(decoder(), "lm_head"), TIED, TIED)).rule is None
+
+    def test_another_embedding_is_no_twin(self) -> None:
+        """Of the same shape by chance; the twin of an embedding is the head."""
+        source = decoder() | {"audio.embed_tokens.weight": ("BF16", [100, 16])}
+        kept = without(source, "lm_head")
+        assert only(diff(kept, without(kept, "model.embed_tokens"), TIED, TIED)).rule is None
+        assert only(diff(decoder(), without(decoder(), "embed_tokens"), TIED, TIED)).rule == "tied"
+
+    def test_the_embeddings_of_an_encoder_and_its_decoder(self) -> None:
+        shared: Made = {
+            f"{n}.weight": ("F32", [100, 16])
+            for n in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+        }
+        rest: Made = {f"encoder.layers.{i}.fc1.weight": ("F32", [16, 16]) for i in range(3)}
+        config = CONFIG | {"is_encoder_decoder": True}
+        found = only(diff(shared | rest, without(shared, "embed_tokens|lm_head") | rest, config, config))
+        assert (found.rule, found.text[:21], len(found.links)) == ("tied", "tied to `shared.weigh", 3)
 
     DRAFT: ClassVar[Made] = {
         f"mtp.layers.0.{p}.weight": ("BF16", [16, 16]) for p in ("eh_proj", "mlp.down_proj", "mlp.up_proj")

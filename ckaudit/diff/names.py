@@ -18,6 +18,7 @@ from ckaudit.renames import Rename, infer_rename
 _TRIES = 16
 _MANY = 2000
 """Kinds of names (numbers taken out) of which each is held against its likes; a checkpoint has some 60, only made-up ones have more."""
+_TOKEN = re.compile(r"[._]")
 _ADAPTER = re.compile(r"(^|\.)lora_\w+(\.|$)")
 
 
@@ -72,6 +73,8 @@ def _convincing(
     rule: Rename, pairs: Sequence[tuple[Unit, Unit]], here: Mapping[str, Unit], there: Mapping[str, Unit]
 ) -> bool:
     """Whether so many tensors agree in name and shape that it is no chance, and no other pairs would do as well."""
+    if _opposed(".".join(rule.old), ".".join(rule.new)):
+        return False
     known = [(a.shape, b.shape) for a, b in pairs if a.shape is not None and b.shape is not None]
     agreeing = sum(a == b for a, b in known)
     if len(pairs) < 3:
@@ -89,6 +92,22 @@ def _only_moved(rule: Rename, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
         and not (rule.old and rule.new)
         and all("." in min(a.name, b.name, key=len) for a, b in pairs)
     )
+
+
+_OPPOSED = tuple(
+    frozenset(pair.split())
+    for pair in (
+        "encoder decoder", "student teacher", "actor critic", "text vision", "text visual", "text audio", "vision audio", "visual audio",
+        "query key", "query value", "key value", "up down", "source target", "left right", "forward backward",
+    )
+)  # fmt: skip
+"""Words that tell parts of one model apart: a name in which one took the other's place is another part's."""
+
+
+def _opposed(one: str, other: str) -> bool:
+    """Whether some word of one name stands against one of the other's."""
+    a, b = set(_TOKEN.split(one)), set(_TOKEN.split(other))
+    return any(pair & (a - b) and pair & (b - a) for pair in _OPPOSED)
 
 
 _PARTS = frozenset(
@@ -212,7 +231,6 @@ def _canonical(units: Mapping[str, Unit]) -> dict[str, tuple[str, Unit]]:
 
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-_TOKEN = re.compile(r"[._]")
 
 
 def alike(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Iterator[Renamed]:
@@ -252,6 +270,8 @@ def _same_words(one: str, other: str) -> bool:
     gone, came = list((a - b).elements()), list((b - a).elements())
     if not gone and not came:
         return True
+    if _opposed(one, other):
+        return False
     if len(gone) != 1 or len(came) != 1:
         return False
     one, other = (re.sub(r"\d", "", w) for w in (gone[0], came[0]))

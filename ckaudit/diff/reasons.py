@@ -90,7 +90,8 @@ def _tied(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reaso
         if not told or name.endswith("bias"):
             continue
         twins = [t for t in kept if t.name not in left and (None in (t.shape, unit.shape) or t.shape == unit.shape)]
-        twin = next((t for t in twins if EMBEDDING.search(t.name)), next(iter(twins), None) if embedding else None)
+        # An embedding is the head's twin, or one of several of an encoder and its decoder; other embeddings are other weights.
+        twin = next((t for t in twins if (EMBEDDING if head or coder else HEAD).search(t.name)), None)
         if twin is not None:
             groups[twin.name].append(unit)
     for name, found in groups.items():
