@@ -158,6 +158,13 @@ class TestGuard:
         done = self.run("raise KeyboardInterrupt")
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "ckaudit: interrupted\n")
 
+    @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+    def test_a_second_signal_breaks_off_nothing_that_is_due_at_exit(self, name: str, code: int) -> None:
+        again = f"import atexit, os, signal; kill = lambda: os.kill(os.getpid(), signal.{name})"
+        done = self.run(f"{again}; atexit.register(print, 'closed'); atexit.register(kill); kill()")
+        assert (done.returncode, done.stdout) == (code, "closed\n")
+        assert "Traceback" not in done.stderr
+
     def test_sigterm_runs_what_is_due_at_exit(self) -> None:
         done = self.run(
             "import os, signal, atexit; atexit.register(print, 'closed'); os.kill(os.getpid(), signal.SIGTERM)"

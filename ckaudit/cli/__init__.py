@@ -58,10 +58,15 @@ def _root(
     pass
 
 
+def _terminated(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough: a second one must not break off what is due at exit
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """The program `ckaudit`."""
     # A CI that ends the job must not leave engine workers behind: exit in order, which closes them.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _terminated)
     streams.prepare()
     try:
         app(prog_name="ckaudit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             _say(str(error), debug=options.get("debug", False))
             raise typer.Exit(ENVIRONMENT) from None
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not break off what is due at exit
             _say("interrupted", debug=options.get("debug", False))
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001  (a bug must not read as findings)
