@@ -104,6 +104,13 @@ def test_the_budget_ends_a_worker_that_hangs(host):
     assert "budget of 1.5 s" in plan.not_judged
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("budget", [1e300, float("inf")])
+def test_a_budget_without_end(host, budget):
+    assert host.run(job("x"), read, budget).not_judged is None
+    time.sleep(0.1)  # the timer's thread would die with an OverflowError
+
+
 def test_grandchildren_die_with_the_worker(host):
     assert "budget" in host.run(job("orphan"), read, 3).not_judged
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -158,7 +158,7 @@ class WorkerHost:
             if self._process is not None:
                 _kill(self._process)
 
-        timer = threading.Timer(budget, end)
+        timer = threading.Timer(min(budget, threading.TIMEOUT_MAX), end)  # --budget inf
         timer.daemon = True
         timer.start()
         try:
