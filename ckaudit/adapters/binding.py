@@ -59,7 +59,7 @@ def bind(adapter: Adapter, base: Base, plan: Plan) -> Binding:
         outcomes = tuple(peft.look(adapter, base, surface, unit, path) for unit, path in paths)
     else:
         surface = of_fused(plan, base.checkpoint)
-        outcomes = tuple(vllm.Look(adapter, base, plan, surface).look(unit) for unit in adapter.modules)
+        outcomes = tuple(map(vllm.Look(adapter, base, plan, surface).look, adapter.modules))
     return _told(adapter, plan, kind, surface, outcomes, plan)
 
 

@@ -114,19 +114,13 @@ def refuses_fused(plan: Plan) -> bool:
     return release(plan) >= _FUSED_CHECKED
 
 
-def text_names(looked: str, modules: Iterable[str], plan: Plan) -> str | None:
-    """The module of a multimodal model's language model that newer releases find under a text model's name; None where none is."""
+def language_roots(modules: Iterable[str], plan: Plan) -> list[str]:
+    """Where a multimodal model may hold its language model, for releases that also find it under a text model's names; else none."""
     if release(plan) < _TEXT_NAMES:
-        return None
-    held = set(modules)
-    roots = {m.partition(".")[0] for m in held} - {"model", "lm_head"}
-    for root in sorted(roots, key=lambda r: ("language" not in r, "llm" not in r, "text" not in r, r)):
-        if not re.search("language|llm|text|thinker", root):
-            continue
-        for found in (f"{root}.{looked}", f"{root}.{looked.removeprefix('model.')}"):
-            if found in held:
-                return found
-    return None
+        return []
+    roots = {m.partition(".")[0] for m in modules} - {"model", "lm_head"}
+    named = [r for r in roots if re.search("language|llm|text|thinker", r)]
+    return sorted(named, key=lambda r: ("language" not in r, "llm" not in r, "text" not in r, r))
 
 
 class Look:
@@ -136,6 +130,7 @@ class Look:
         self.adapter, self.plan, self.surface = adapter, plan, surface
         self.renames = renames(plan)
         self.leaves = {m.rpartition(".")[2] for m in surface.modules}
+        self.roots = language_roots(surface.modules, plan)
         self.packed: dict[str, set[str]] = {}
         for part, module in surface.into.items():
             self.packed.setdefault(part.rpartition(".")[2], set()).add(module.rpartition(".")[2])
@@ -154,7 +149,7 @@ class Look:
             return Outcome(unit, "form", looked, chain=chain, raises=complaint)
         if FUSED.fullmatch(looked) and unit.of("A", "B"):
             return self._fused(unit, looked, chain)
-        found = self._find(looked) or text_names(looked, self.surface.modules, self.plan)
+        found = self._find(looked) or self._by_text_name(looked)
         if found is not None:
             return Outcome(unit, "bound", looked, self.surface.into.get(found, found), chain)
         leaf = looked.rpartition(".")[2]
@@ -169,9 +164,14 @@ class Look:
         beside = (f"{parent}{dot}{fused}" for fused in sorted(self.packed.get(leaf, ())))
         return next((m for m in beside if self.surface.holds(m)), None)
 
+    def _by_text_name(self, path: str) -> str | None:
+        """The module of the language model that newer releases find under a text model's name."""
+        tries = (f"{root}.{rest}" for root in self.roots for rest in (path, path.removeprefix("model.")))
+        return next((found for t in tries if (found := self._find(t)) is not None), None)
+
     def _fused(self, unit: Unit, looked: str, chain: tuple[Step, ...]) -> Outcome:
         experts = looked.removesuffix(".base_layer")
-        there = self.surface.holds(experts) or text_names(experts, self.surface.modules, self.plan) is not None
+        there = self.surface.holds(experts) or self._by_text_name(experts) is not None
         if self.fused and there:
             return Outcome(unit, "bound", looked, experts, chain)
         said = (
