@@ -141,7 +141,7 @@ class TestDraft:
     def test_announced_and_absent_is_a_note(self) -> None:
         assert told(checkpoint(LLAMA, CONFIG | {"num_nextn_predict_layers": 1})) == [("CK219", "note", "config", 0)]
 
-    @pytest.mark.parametrize("extra", ["mtp.layers.0.self_attn.q_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"])
+    @pytest.mark.parametrize("extra", ["mtp.layers.0.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"])
     def test_announced_and_stored(self, extra: str) -> None:
         assert findings(checkpoint([*LLAMA, extra], CONFIG | {"num_nextn_predict_layers": 1})) == []
 
@@ -149,6 +149,51 @@ class TestDraft:
         assert findings(checkpoint(LLAMA, CONFIG | {"num_hidden_layers": 5, "num_nextn_predict_layers": 1})) == []
 
     def test_left_out_by_design_is_a_note(self) -> None:
-        extra = "mtp.layers.0.self_attn.q_proj.weight"
+        extra = "mtp.layers.0.eh_proj.weight"
         source = checkpoint([*LLAMA, extra])
         assert told(source, plan(source, LLAMA, by_design={extra: "draft model"})) == [("CK219", "note", "engine", 1)]
+
+
+MTP = [n.replace("model.layers.0.", "mtp.layers.0.") for n in LLAMA if "layers.0." in n]
+
+
+class TestDraftInPart:
+    def found(self, draft: list[str], **config: int) -> list[tuple[str, str, str, int]]:
+        return told(checkpoint([*LLAMA, *draft], CONFIG | config))
+
+    def test_whole(self) -> None:
+        assert self.found([*MTP, "mtp.fc.weight", "mtp.norm.weight"], num_nextn_predict_layers=1) == []
+
+    def test_half_a_block(self) -> None:
+        half = [n for n in MTP if "down_proj" not in n and "v_proj" not in n]
+        assert self.found(half) == [("CK219", "warning", "checkpoint", 2)]
+
+    def test_one_of_two(self) -> None:
+        assert self.found(MTP, num_nextn_predict_layers=2) == [("CK219", "warning", "checkpoint", 1)]
+
+    def test_behind_the_last_layer(self) -> None:
+        # as DeepSeek-V3 stores its own: layer 5 of a model of five
+        whole = [*LLAMA, "model.layers.5.eh_proj.weight"]
+        config = CONFIG | {"num_nextn_predict_layers": 1, "num_hidden_layers": 5}
+        assert told(checkpoint(whole, config)) == []
+        half = [n for n in whole if "layers.5.self_attn.o_proj" not in n]
+        assert told(checkpoint(half, config)) == [("CK219", "warning", "checkpoint", 1)]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            ("self_attn.q_proj", "self_attn.qkv_proj"),  # fused
+            ("mlp.gate_proj", "mlp.experts.gate_up_proj"),  # the layout of its experts is its own
+            ("post_attention_layernorm", "pre_mlp_layernorm"),
+            ("mlp.down_proj", "mlp.down_proj_packed"),
+        ],
+    )
+    def test_a_block_of_another_make(self, change: tuple[str, str]) -> None:
+        parts = [
+            n.replace(*change)
+            for n in MTP
+            if not (change[0].startswith("mlp.gate") and ".mlp." in n and "gate" not in n)
+        ]
+        if "qkv" in change[1]:
+            parts = [n for n in parts if ("k_proj" not in n and "v_proj" not in n) or "qkv" in n]
+        assert self.found(parts) == []

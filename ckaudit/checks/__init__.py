@@ -22,6 +22,7 @@ from ckaudit.checks import (
     container,
     coverage,
     differences,
+    drafts,
     layout,
     names,
     parallel,
@@ -44,7 +45,7 @@ OnFiles = Callable[[Facts], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
-            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *ties.CHECKS,
+            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *drafts.CHECKS, *ties.CHECKS,
             *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
             *differences.CHECKS, *adapters.CHECKS,
@@ -55,7 +56,7 @@ CHECKS: tuple[Check, ...] = tuple(
 """The catalogue, by id."""
 
 ON_FILES: tuple[OnFiles, ...] = (
-    config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, layout.draft,
+    config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, drafts.draft,
     ties.ties, companions.companions, companions.schemes, quantisation.ignore_list, coverage.plain,
     tensors.saved_dtype, tensors.square_experts, tensors.fused_rows, tensors.global_scales,
 )  # fmt: skip
@@ -79,7 +80,7 @@ EXPLAIN: tuple[Explain, ...] = (
     names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,
     # what costs nothing here
-    prefixes.accepted, layout.draft_left_out, names.claims, config.newer, tensors.unchecked,
+    prefixes.accepted, drafts.draft_left_out, names.claims, config.newer, tensors.unchecked,
 )  # fmt: skip
 """From the particular to the general."""
 

@@ -1,4 +1,4 @@
-"""CK210, CK211, CK212, CK219: numbered stacks with gaps, experts stored twice, draft layers that are not there."""
+"""CK210, CK211, CK212, CK220: numbered stacks with gaps, experts stored twice or in another layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.facts import DRAFT, DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts, Stack
+from ckaudit.checks.facts import EXPERT_KEYS, LAYER_KEYS, Facts, Stack
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
@@ -16,8 +16,7 @@ LAYER_GAP = Check("CK210", "layers that are not there", "error")
 EXPERT_GAP = Check("CK211", "experts that are not there", "error")
 EXPERTS_TWICE = Check("CK212", "experts stored both one by one and fused", "error")
 EXPERTS_OTHERWISE = Check("CK220", "experts in a layout that the engine does not read", "error")
-DRAFT_PART = Check("CK219", "draft layers (MTP)", "note")
-CHECKS = (LAYER_GAP, EXPERT_GAP, EXPERTS_TWICE, DRAFT_PART, EXPERTS_OTHERWISE)
+CHECKS = (LAYER_GAP, EXPERT_GAP, EXPERTS_TWICE, EXPERTS_OTHERWISE)
 
 _SOURCE = "Take the layers from the source of this checkpoint"
 _EXPERTS = re.compile(r"(.*(?:^|\.)(?:local_)?experts)\.")
@@ -223,33 +222,6 @@ def experts_twice_here(case: Case) -> Iterator[Finding]:
         inside = [f for f in case.plan.names if any(True for _ in _prefixes(f.name, twice))]
         case.take([f.name for f in inside], {f.into for f in inside if f.into}, EXPERTS_TWICE.id)
     return iter(())
-
-
-def draft(facts: Facts) -> Iterator[Finding]:
-    """A draft model (multi-token prediction) that is announced and not stored: a note, since the main model loads without it."""
-    announced = {k: v for k, v in facts.values(DRAFT_KEYS).items() if v > 0}
-    if not announced:
-        return
-    key, layers = next(iter(announced.items()))
-    names = facts.matching(DRAFT)
-    main = facts.values(LAYER_KEYS[:1]).values()
-    behind = {f"{p}.{i}" for p, s in facts.layers.items() for i in s.indices if any(n <= i < n + layers for n in main)}
-    if not names and not behind and facts.checkpoint.tensors:
-        yield on_files(
-            facts, DRAFT_PART, f"The config announces a draft model ({key}: {layers}), and no tensor of one is stored.",
-            blame="config", mend=f"Set {key} to 0, or copy the draft layers from the source if speculative decoding is wanted.",
-            wanted=many(layers, "draft layer"), found="none",
-        )  # fmt: skip
-
-
-def draft_left_out(case: Case) -> Iterator[Finding]:
-    """Draft tensors that this engine leaves out by design."""
-    left = [n.name for n in case.plan.names if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name)]
-    if left:
-        yield case.finding(
-            DRAFT_PART, f"{len(left)} tensors of a draft model are stored and left out: this class has no draft model.",
-            names=left, blame="engine",
-        )  # fmt: skip
 
 
 def expert_counts(facts: Facts) -> dict[str, int]:
