@@ -58,7 +58,9 @@ class TestRealSaves:
         report = pipeline.diff(str(source), str(target), roundtrip=True)
         assert (report.diff and report.diff.changes, report.exit_code) == ((), 0)
 
-    @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_vl", "llava"])
+    @pytest.mark.parametrize(
+        "model_type", ["mixtral", "qwen3_moe", "qwen2_vl", "llava", "phimoe", "qwen3_omni_moe_thinker"]
+    )
     def test_the_other_format_is_explained_and_no_round_trip(self, model_type: str, tmp_path: Path) -> None:
         """Every tensor is accounted for, and each link holds the same numbers on both sides: the values say that it is right."""
         source, target = self.resaved(model_type, tmp_path, save_original_format=False)

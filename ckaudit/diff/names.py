@@ -194,7 +194,8 @@ _WORDS = {
         "v_proj value_proj to_v linear_v value wv v_lin",
         "o_proj to_out linear_out out_proj wo out_lin dense", "gate_proj w1 wi_0", "down_proj w2", "up_proj w3 wi_1",
         "embed_tokens word_embeddings wte tok_embeddings embed_in embed", "lm_head head embed_out output",
-        "self_attn attn attention", "mlp ffn feed_forward", "layers h blocks layer block", "q_norm norm_q", "k_norm norm_k",
+        "self_attn attn attention", "mlp ffn feed_forward block_sparse_moe moe", "layers h blocks layer block",
+        "q_norm norm_q", "k_norm norm_k",
         "input_layernorm attn_norm attention_norm ln_1 norm1", "post_attention_layernorm ffn_norm ln_2 norm2",
         "norm ln_f final_layernorm final_norm", "encoder_attn cross_attn crossattention", "e_score_correction_bias expert_bias",
     )
@@ -226,8 +227,23 @@ def _canonical(units: Mapping[str, Unit]) -> dict[str, tuple[str, Unit]]:
     """Units by a name of common words; those that would share one are left out."""
     found: dict[str, list[tuple[str, Unit]]] = defaultdict(list)
     for name, unit in units.items():
-        found[".".join(_WORDS.get(s, s) for s in name.split("."))].append((name, unit))
-    return {common: members[0] for common, members in found.items() if len(members) == 1}
+        found[_common(name)].append((name, unit))
+    return {name: members[0] for name, members in found.items() if len(members) == 1}
+
+
+def _common(name: str) -> str:
+    return ".".join(_WORDS.get(s, s) for s in name.split("."))
+
+
+def common(named: Mapping[str, tuple[Unit, tuple[str, ...]]]) -> dict[str, tuple[Unit, tuple[str, ...]]]:
+    """Units by a name of common words, with the renames that led to their names and a word on this one."""
+    made: dict[str, tuple[Unit, tuple[str, ...]]] = {}
+    for name, (unit, texts) in named.items():
+        other = _common(name)
+        made.setdefault(
+            other, (unit, texts if other == name else (*texts, "modules under the words of another author"))
+        )
+    return made
 
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")

@@ -10,7 +10,7 @@ import msgspec
 from ckaudit.changes import Link, Rule
 from ckaudit.checks.facts import Facts
 from ckaudit.diff.layouts import Named, relaid
-from ckaudit.diff.names import Renamed, alike, legacy, rename, synonyms
+from ckaudit.diff.names import Renamed, alike, common, legacy, rename, synonyms
 from ckaudit.diff.units import Unit, members, quantised, same_weight, units
 
 _ROUNDS = 8
@@ -42,6 +42,7 @@ class Pairing:
         self.old: dict[str, Unit] = {}
         """The units of A without a partner, by name; in `new` those of B."""
         self.new: dict[str, Unit] = {}
+        self._rules: list[Renamed] = []
         self._seen: tuple[_Seen, _Seen] = ({}, {})
         """Of A and of B: name -> (the name that the renames so far made of it, those that changed it)."""
         self._start()
@@ -84,14 +85,17 @@ class Pairing:
     def _pair_up(self) -> None:
         for n in range(_ROUNDS):
             if n < 2:  # at once, and under the prefix that most of the names got
-                self._layouts()
+                self._layouts(*self._through())
             if not self._rename():
                 break
         for kind in (legacy, alike, synonyms):
             old, new = self._through()
             for found in list(kind(_units(old), _units(new))):
                 self._renamed(found, old, new)
-        self._layouts()
+        self._layouts(*self._through())
+        for found in self._rules:
+            self._layouts(*self._alone(found))
+        self._layouts(*map(common, self._through()))
 
     def _rename(self) -> bool:
         """One more rename, of the names as they are stored or else of those that the renames so far made of them."""
@@ -104,6 +108,7 @@ class Pairing:
         if found is None:
             return False
         self._renamed(found, old, new)
+        self._rules.append(found)
         self._see(found)
         return True
 
@@ -136,10 +141,17 @@ class Pairing:
         for text, pairs in groups.items():
             self.renamed[found.rule, text] += self._take(pairs)
 
-    def _layouts(self) -> None:
+    def _alone(self, found: Renamed) -> tuple[Named, Named]:
+        """What has no partner, by the names that one rename alone makes: of two prefixes, a unit has one or the other."""
+        assert found.rename is not None
+        old: Named = {n: (u, ()) for n, u in self.old.items()}
+        new: Named = {n: (u, ()) for n, u in self.new.items()}
+        changed = {found.rename.apply(n): (u, (found.text,)) for n, u in (self.new if found.back else self.old).items()}
+        return (old, changed) if found.back else (changed, new)
+
+    def _layouts(self, old: Named, new: Named) -> None:
         if not self.old or not self.new:
             return
-        old, new = self._through()
         for many, one, fused in ((old, new, True), (new, old, False)):
             for found in relaid(many, one):
                 arrow = f"{found.parts} → {found.whole}" if fused else f"{found.whole} → {found.parts}"
