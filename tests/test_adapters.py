@@ -476,6 +476,12 @@ class TestConfiguration:
         found = report(adapter(lora(attention()), CONFIG | more), on, vllm(on, fused(stored), release=release)).findings
         assert [f.check for f in found] == ([check] if check else [])
 
+    def test_no_configuration(self) -> None:
+        on = base(weights(*attention()))
+        found = report(adapter(lora(attention()), None), on, peft(on))
+        assert [(f.check, f.blame) for f in found.findings] == [("CK910", "checkpoint")]
+        assert found.plans[0].verdict == "fails"
+
     def test_a_rank_above_the_default_is_a_note(self) -> None:
         stored = weights(*attention(parts="qkv"))
         on = base(stored)

@@ -220,6 +220,16 @@ def test_what_peft_passes_over(
     assert (found, error) == (expected, None)
 
 
+def test_no_configuration(laid: Callable[[str], tuple[Base, Plan]], tmp_path: Path) -> None:
+    at = write(tmp_path, {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, **Q)
+    (at / "adapter_config.json").unlink()
+    _, found, error = ours(at, *laid("llama"))
+    assert found == ["CK910"]
+    assert error is not None
+    with pytest.raises(ValueError, match=r"Can't find 'adapter_config\.json'"):
+        theirs(at, MODELS["llama"]())
+
+
 def test_names_without_the_root(laid: Callable[[str], tuple[Base, Plan]], tmp_path: Path) -> None:
     at = write(tmp_path, {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, root="", **Q)
     _, found, _ = ours(at, *laid("llama"))

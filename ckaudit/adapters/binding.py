@@ -111,6 +111,8 @@ def _plan(adapter: Adapter, plan: Plan, surface: Surface, outcomes: tuple[Outcom
             fates[part.name] = NameFate(part.name, "loaded" if held else "unmatched", unit.path, by_design=why)
     for name in adapter.unknown:
         fates[name] = NameFate(name, "unmatched", name)
+    if kind == "peft" and adapter.config is None:
+        raised = ["ValueError: Can't find 'adapter_config.json'", *raised]
     error = f"predicted: {raised[0]}" if raised else None
     names = tuple(fates[n] for n in adapter.checkpoint.tensors)
     return Plan(

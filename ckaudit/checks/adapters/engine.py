@@ -112,6 +112,11 @@ def unserved(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
 
 
 def settings(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
+    if binding.kind == "peft" and adapter.config is None:
+        yield finding(
+            adapter, REFUSED, "PEFT loads no adapter without an adapter_config.json that it can read.", engine=binding.plan.id,
+            mend="Put the adapter_config.json of the training run beside the weights.", wanted="adapter_config.json", found="none",
+        )  # fmt: skip
     if binding.kind != "vllm" or binding.of_base is None:
         return
     engine = binding.plan.id
