@@ -61,6 +61,17 @@ class TestShapes:
         assert (finding.check, finding.blame, finding.count) == ("CK301", "checkpoint", 1)
         assert (finding.wanted, finding.found) == ("[16, 8]", "[24, 8]")
 
+    def test_experts_that_lie_the_other_way(self) -> None:
+        fused = [f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(3)]
+        source = checkpoint({n: ("BF16", [4, HIDDEN, 2 * WIDE]) for n in fused}, CONFIG | SIZES)
+        finding = only(source, plan(source, {n: [4, 2 * WIDE, HIDDEN] for n in fused}, raises=True))
+        assert (finding.check, finding.count) == ("CK301", 3)
+        assert "the same transposed" in finding.message
+        assert finding.mend.startswith("Transpose")
+        # other numbers altogether
+        finding = only(source, plan(source, {n: [4, 3 * WIDE, HIDDEN] for n in fused}, raises=True))
+        assert "transposed" not in finding.message
+
     def test_a_size_that_no_config_entry_has(self) -> None:
         source = checkpoint(bf16(shapes(vocab=30)), CONFIG)
         assert only(source, plan(source, shapes())).check == "CK301"

@@ -44,20 +44,27 @@ def shapes(case: Case) -> Iterator[Finding]:
         else:
             yield case.finding(
                 SHAPE,
-                f"{many(len(members), 'tensor')} of a shape that does not fit, {first.wanted} wanted and {first.found} stored: {lines}.",
+                f"{many(len(members), 'tensor')} of a shape that does not fit, {first.wanted} wanted and {first.found} stored: {lines}."
+                + (" It is the same transposed." if _transposed(first) else ""),
                 names=names, parameters=parameters, wanted=first.wanted, found=first.found,
-                mend=_cure(case, names),
+                mend=_cure(case, names, transposed=_transposed(first)),
             )  # fmt: skip
         case.take(names, parameters)
 
 
-def _cure(case: Case, names: list[str]) -> str:
+def _transposed(mismatch: Mismatch) -> bool:
+    """Whether the stored shape is the wanted one with its last two sizes exchanged."""
+    wanted, found = _numbers(mismatch.wanted), _numbers(mismatch.found)
+    return len(wanted) > 1 and wanted != found and [*wanted[:-2], wanted[-1], wanted[-2]] == found
+
+
+def _cure(case: Case, names: list[str], *, transposed: bool) -> str:
     elsewhere = case.loads_elsewhere(names) if names else None
-    return (
-        f"Use {elsewhere.id}, which loads them."
-        if elsewhere
-        else "Take them from the source of this checkpoint, or mend the config."
-    )
+    if elsewhere:
+        return f"Use {elsewhere.id}, which loads them."
+    if transposed:
+        return "Transpose the last two axes when saving, or use software that reads this layout."
+    return "Take them from the source of this checkpoint, or mend the config."
 
 
 def _others_fit(case: Case, names: list[str]) -> bool:
