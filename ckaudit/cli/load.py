@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +93,8 @@ def load(
             fail_on=fail_on.value,
             progress=progress,
         )
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells for all
+        raise typer.Exit(ENVIRONMENT if done.stopped else done.report.exit_code)
     seen = done.observed.stats if done.observed is not None else ()
     if stats is not None:
         table.write(seen, stats)

@@ -252,7 +252,9 @@ class AdapterEngine(msgspec.Struct, frozen=True):
     absent: Annotated[Count, Meta(description="The base has no module of that path.")]
     untargeted: Annotated[Count, Meta(description="target_modules does not name them, so they are passed over.")]
     converted: Annotated[Count, Meta(description="Their target is taken for one of the experts.")]
-    form: Annotated[Count, Meta(description="The engine has no place for adapters of this form, or cannot read the name.")]
+    form: Annotated[
+        Count, Meta(description="The engine has no place for adapters of this form, or cannot read the name.")
+    ]
     open: Annotated[Count, Meta(description="Not judged.")]
 
 
@@ -267,7 +269,9 @@ class Adapter(msgspec.Struct, frozen=True):
     base_revision: Annotated[str | None, Meta(description="Its commit; null for a local one.")]
     modules: Annotated[Count, Meta(description="Modules that it adapts.")]
     replaced: Annotated[Count, Meta(description="Modules of which it replaces whole tensors (modules_to_save).")]
-    engines: Annotated[tuple[AdapterEngine, ...], Meta(description="Where they bind; engines without a verdict left out.")]
+    engines: Annotated[
+        tuple[AdapterEngine, ...], Meta(description="Where they bind; engines without a verdict left out.")
+    ]
 
 
 class Quantised(msgspec.Struct, frozen=True):
@@ -277,7 +281,9 @@ class Quantised(msgspec.Struct, frozen=True):
     count: Annotated[Count, Meta(description="How many they are.")]
     on_disk: Annotated[str, Meta(description="The scheme that the stored tensors show, or plain.")]
     declared: Annotated[str, Meta(description="What the config says of them.")]
-    built: Annotated[dict[str, str], Meta(description="Engine id to quantised, dequantised (on loading), plain or nothing.")]
+    built: Annotated[
+        dict[str, str], Meta(description="Engine id to quantised, dequantised (on loading), plain or nothing.")
+    ]
 
 
 class Document(msgspec.Struct, frozen=True):

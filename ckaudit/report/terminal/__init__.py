@@ -5,7 +5,8 @@ Everything that comes from a checkpoint is escaped (`naming.printable`) and is l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -15,6 +16,7 @@ from ckaudit.report.terminal.adapter import adapter
 from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
 from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
+from ckaudit.report.terminal.load import load
 from ckaudit.report.terminal.perplexity import perplexity
 from ckaudit.report.terminal.quantisation import quantisation
 from ckaudit.report.terminal.verdicts import details, every_name, verdicts
@@ -62,6 +64,25 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
             yield from every_name(plan)
     yield ""
     yield _summary(report)
+
+
+def render_load(
+    report: Report,
+    layers: Iterable[Any],
+    *,
+    width: int = 100,
+    colour: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> str:
+    """The report of `ckaudit load` as text: verdicts, the load, the forward pass, a chart of `layers`, then findings."""
+    parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
+    parts += verdicts(report, width, verbose=verbose)
+    if report.load is not None:
+        parts += ["", *load(report.load, report.forward, () if quiet else layers, verbose=verbose)]
+    if not quiet:
+        parts += [*findings(report, verbose=verbose), *skips(report)]
+    return text([*parts, "", _summary(report)], width=width, colour=colour)
 
 
 def render_perplexity(

@@ -63,7 +63,7 @@ def _forward(forward: dict[str, Any]) -> Iterator[RenderableType]:
             )
             continue
         finite = run["finite"]
-        where = run.get("first_non_finite")
+        where = (run.get("first_non_finite") or {}).get("module", "the output")
         result = (
             Text("finite", style="green")
             if finite
