@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=163)
     parser.add_argument("--tensors", type=int, default=280)
     parser.add_argument("--latency", type=float, default=0.05)
-    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=32)
     parser.add_argument("--child", choices=["ours", "rival"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

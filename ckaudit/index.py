@@ -96,6 +96,8 @@ def _weight_map(data: bytes, at: int | None, raw: bytes | None) -> tuple[dict[st
     names, defects = _string_pairs(data, at, raw)
     if not names and not defects:
         defects.append(Defect("index-empty", "weight_map", "tensor names", "an empty weight_map"))
+    # `./x` is `x` to every loader that joins paths.
+    names = {name: file.removeprefix("./") for name, file in names.items()}
     plain = {file: not_plain(file) for file in set(names.values())}
     for name, file in names.items():
         reason = plain[file]

@@ -12,7 +12,7 @@ import pytest
 from make_fixtures import llama, single
 
 import ckaudit
-from ckaudit import pipeline
+from ckaudit.pipeline import stages
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import EngineOptions
 from ckaudit.errors import EngineError, SourceError
@@ -129,7 +129,7 @@ def test_side_by_side_raises_the_first_error_in_order() -> None:
         raise SourceError(engine.id)
 
     with pytest.raises(SourceError, match="first"):
-        pipeline._side_by_side([Told("first"), Told("second")], run)  # type: ignore[list-item,arg-type]
+        stages.side_by_side([Told("first"), Told("second")], run)  # type: ignore[list-item,arg-type]
 
 
 def test_progress_is_silent_by_default(llama_folder: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -179,3 +179,12 @@ def test_what_json_reads_is_read(weight_map: dict[str, str]) -> None:
     found = parse("i.json", index_file(weight_map, 5))
     assert found.weight_map == weight_map
     assert found.defects == ()
+
+
+def test_a_shard_named_by_its_own_folder_is_the_shard() -> None:
+    """`os.path.join(folder, "./x")` opens x: the real loader does, so no finding may say otherwise."""
+    index = parse(
+        "i.json", b'{"metadata": {"total_size": 4}, "weight_map": {"a": "./model-00001-of-00001.safetensors"}}'
+    )
+    assert index.weight_map == {"a": "model-00001-of-00001.safetensors"}
+    assert not index.defects

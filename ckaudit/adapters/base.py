@@ -28,7 +28,7 @@ class Base(msgspec.Struct, frozen=True):
         )
 
 
-def read_base(source: Source, adapter: Adapter, *, progress: Progress, code: bool = False, jobs: int = 16) -> Base:
+def read_base(source: Source, adapter: Adapter, *, progress: Progress, code: bool = False, jobs: int = 32) -> Base:
     """The base at `source`; of a pipeline those components that `adapter` may have modules of. Raises SourceError."""
     checkpoint = read_checkpoint(source, progress=progress, code=code, jobs=jobs)
     if checkpoint.tensors and "model_index.json" not in checkpoint.texts:

@@ -105,7 +105,7 @@ def read_checkpoint(
     *,
     progress: Progress | None = None,
     code: bool = False,
-    jobs: int = 16,
+    jobs: int = 32,
     folder: str = "",
 ) -> Checkpoint:
     """Config, index and shard headers of `source`, or of one `folder` in it (a diffusers component). Reads no tensor data.

@@ -34,7 +34,7 @@ def diff(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the table and the summary; no progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every name of every difference.")] = False,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     offline: Offline = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:

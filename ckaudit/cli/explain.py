@@ -15,7 +15,7 @@ def explain(
         str, typer.Argument(metavar="NAME", help="A tensor of the checkpoint, or a parameter of the engine's model.")
     ],
     engine: Engines = None,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
     offline: Offline = False,
     class_: ClassName = None,

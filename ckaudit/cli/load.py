@@ -48,7 +48,7 @@ def load(
     ] = None,
     fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
     class_: ClassName = None,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
     offline: Offline = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only verdicts and summary; no progress.")] = False,

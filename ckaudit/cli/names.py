@@ -66,7 +66,7 @@ def names(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Every name, what is left by design, rules with hits, versions.")
     ] = False,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
     offline: Offline = False,
     class_: ClassName = None,

@@ -56,7 +56,7 @@ def ppl(
         ),
     ] = None,
     fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
     offline: Offline = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the number and the summary; no progress.")] = False,

@@ -22,7 +22,7 @@ def lint(
         Path | None, typer.Option(metavar="FILE", help="Try the rules on the names in FILE, one a line.")
     ] = None,
     fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
-    jobs: Jobs = 16,
+    jobs: Jobs = 32,
     offline: Offline = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:

@@ -73,7 +73,7 @@ class Unreadable(msgspec.Struct, frozen=True):
 def open_source(
     target: str,
     *,
-    jobs: int = 16,
+    jobs: int = 32,
     offline: bool = False,
     progress: Progress = NullProgress(),  # noqa: B008  stateless
 ) -> Source:

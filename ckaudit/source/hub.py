@@ -90,7 +90,7 @@ class HubSource:
         name: str,
         revision: str | None = None,
         *,
-        jobs: int = 16,
+        jobs: int = 32,
         progress: Progress | None = None,
         clock: Clock | None = None,
     ) -> None:

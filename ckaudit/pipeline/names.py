@@ -1,0 +1,155 @@
+"""target -> Report, from headers alone: `ckaudit names`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ckaudit.adapters import Adapter, recognise
+from ckaudit.checkpoint import Checkpoint, read_checkpoint
+from ckaudit.engines import Engine, EngineOptions, select
+from ckaudit.errors import UsageError
+from ckaudit.findings import FailOn, Finding, Report, Skip, ordered
+from ckaudit.pipeline.stages import describe, refused, side_by_side
+from ckaudit.progress import NullProgress, Progress
+from ckaudit.source import open_source
+from ckaudit.suppressions import Suppressions
+from ckaudit.suppressions import apply as suppress
+
+
+def audit(
+    target: str,
+    engines: Sequence[str | Engine] | None = None,
+    *,
+    base: str | None = None,
+    jobs: int = 32,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    class_name: str | None = None,
+    device: str = "cpu",
+    budget: float = 600.0,
+    cache: bool = True,
+    tp: Sequence[int] = (),
+    vllm: Mapping[str, Any] | None = None,
+    fail_on: FailOn = "error",
+    allow_not_judged: bool = False,
+    suppressions: Suppressions | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """What each engine would do with the checkpoint `target`, told from its headers alone; no tensor data is downloaded.
+
+    `target` is `org/name[@revision]` on the Hub, a folder, a `.safetensors` file or an index file. `engines` are specs as in `--engine`
+    (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects; None asks `transformers` and the
+    newest vLLM release for which a shipped rule book knows the architecture. `base` is the target that an adapter is to be laid on:
+    the engines judge that, and the report tells where the adapter's modules bind in it. `jobs` headers are read at once; `budget` is
+    in seconds for one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names.
+    Nothing from the target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are findings to live
+    with: they stay in the report, apart.
+
+    Bad input (a broken header, a lying index) is in the report as findings. Raises a `CkauditError` for what stops an audit:
+    SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
+    """
+    from ckaudit import checks
+    from ckaudit.checks import schemes
+
+    progress = progress or NullProgress()
+    asked = None if engines is None else _selected(engines)  # a misspelt engine must not cost a download
+    options = EngineOptions(
+        trust_remote_code=trust_remote_code,
+        device=device,
+        class_name=class_name,
+        budget=budget,
+        offline=offline,
+        cache=cache,
+        tp=tuple(tp),
+        vllm=dict(vllm or {}),
+    )
+    source = open_source(target, jobs=jobs, offline=offline, progress=progress)
+    checkpoint = read_checkpoint(source, progress=progress, code=trust_remote_code, jobs=jobs)
+    adapter = recognise(checkpoint)
+    if adapter is not None:
+        report = _audit_adapter(adapter, base, asked, options, jobs, progress)
+        found = _suppressed(report.findings, suppressions, checkpoint, report.sizes, progress)
+        return replace(report, findings=found, fail_on=fail_on, allow_not_judged=allow_not_judged)
+    if base is not None:
+        raise UsageError(f"--base is for adapters, and {target} is none.", "Leave --base out.")
+    chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
+    plans = side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
+    findings, skips = checks.run(checkpoint, plans, tp)
+    plans = refused(plans, findings)
+    sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
+    if suppressions is not None:
+        findings = _suppressed(findings, suppressions, checkpoint, sizes, progress)
+    return Report(
+        target=describe(checkpoint),
+        plans=plans,
+        requested=frozenset(e.id for e in asked or ()),
+        sizes=sizes,
+        findings=ordered(findings, [p.id for p in plans]),
+        skips=(*skipped, *skips, *checks.headers_alone(checkpoint)),
+        quantisation=schemes.table(checkpoint, plans),
+        fail_on=fail_on,
+        allow_not_judged=allow_not_judged,
+    )
+
+
+def _audit_adapter(
+    adapter: Adapter, base: str | None, asked: tuple[Engine, ...] | None, options: EngineOptions, jobs: int, progress: Progress
+) -> Report:  # fmt: skip
+    """The report on an adapter, laid on `base` where that is given: engines judge the base, and its modules are looked up there."""
+    from ckaudit.adapters import binding
+    from ckaudit.adapters.base import read_base
+    from ckaudit.checks import adapters as checks
+
+    checkpoint, laid = adapter.checkpoint, None
+    skipped: tuple[Skip, ...] = ()
+    bindings: list[binding.Binding] = []
+    if base is not None:
+        source = open_source(base, jobs=jobs, offline=options.offline, progress=progress)
+        laid = read_base(source, adapter, progress=progress, code=options.trust_remote_code, jobs=jobs)
+        chosen, skipped = (asked, ()) if asked is not None else _default(laid.checkpoint) if laid.is_model else ((), ())
+        judged = side_by_side(chosen, lambda engine: engine.plan(laid.checkpoint, options, progress))
+        bindings = binding.bind_all(adapter, laid, judged)
+    plans = tuple(b.plan for b in bindings)
+    findings, skips = checks.run(adapter, laid, bindings)
+    return Report(
+        target=describe(checkpoint), plans=plans, requested=frozenset(e.id for e in asked or ()),
+        sizes={t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None},
+        findings=ordered(findings, [p.id for p in plans]), skips=(*skipped, *skips),
+        adapter=binding.summary(adapter, laid, bindings),
+    )  # fmt: skip
+
+
+def _suppressed(
+    findings: tuple[Finding, ...],
+    rules: Suppressions | None,
+    checkpoint: Checkpoint,
+    sizes: dict[str, int],
+    progress: Progress,
+) -> tuple[Finding, ...]:
+    if rules is None:
+        return findings
+    found, unused = suppress(findings, rules, checkpoint.name, sizes)
+    for rule in unused:
+        progress.note(f"the ignore rule for {rule.check} on {rule.names} matched nothing")
+    return tuple(found)
+
+
+def _selected(specs: Sequence[str | Engine]) -> tuple[Engine, ...]:
+    """The engines that `specs` name, each once."""
+    found = [e for spec in specs for e in (select(spec) if isinstance(spec, str) else (spec,))]
+    return tuple({e.id: e for e in found}.values())
+
+
+def _default(checkpoint: Checkpoint) -> tuple[tuple[Engine, ...], tuple[Skip, ...]]:
+    """The engines of an audit that names none, and what it leaves out."""
+    from ckaudit.engines import rules
+
+    spec = rules.default_spec(checkpoint)
+    if spec is not None:
+        return (*select("transformers"), *select(spec)), ()
+    known = ", ".join(describe(checkpoint).architectures) or "this architecture"
+    reason = f"no rule book knows {known}; --engine vllm==X asks that release's own loader"
+    return select("transformers"), (Skip(check="rules", engine="vllm", reason=reason),)
