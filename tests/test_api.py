@@ -12,10 +12,10 @@ import pytest
 from make_fixtures import llama, single
 
 import ckaudit
-from ckaudit.pipeline import stages
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import EngineOptions
 from ckaudit.errors import EngineError, SourceError
+from ckaudit.pipeline import stages
 from ckaudit.plan import NameFate, Parameter, Plan
 from ckaudit.progress import NullProgress, Progress
 
