@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "ckaudit"
 # A module may import from its own row and the rows above it. Every module has a row: a new one has to be placed here on purpose.
 ROWS = (
     ("ckaudit", "errors", "progress", "resources", "sniff", "jsonscan", "header"),
-    ("naming", "renames", "plan", "changes", "scores", "mapper"),
+    ("naming", "patterns", "renames", "plan", "changes", "scores", "mapper"),
     ("source",),
     ("index", "checkpoint"),
     ("rulebook",),

@@ -18,6 +18,7 @@ from ckaudit.adapters.outcome import Outcome
 from ckaudit.adapters.surface import Surface
 from ckaudit.errors import RuleError
 from ckaudit.mapper import Kind, Mapper, Rule
+from ckaudit.patterns import compiles, tame
 from ckaudit.plan import Plan, RuleHit
 
 TAKEN: dict[str, dict[str, str]] = {
@@ -95,17 +96,13 @@ def _renaming(hit: RuleHit) -> Mapper:
 def pattern_value(patterns: object, module: str) -> Any:
     """The value of the first key of `rank_pattern` or `alpha_pattern` that ends the path of `module`; None where none does."""
     for key, value in patterns.items() if isinstance(patterns, dict) else ():
-        if re.fullmatch(rf"(.*\.)?({key})", module) if _compiles(key) else module.endswith(f".{key}"):
+        if re.fullmatch(rf"(.*\.)?({key})", module) if _readable(key) else module.endswith(f".{key}"):
             return value
     return None
 
 
-def _compiles(pattern: object) -> bool:
-    try:
-        re.compile(str(pattern))
-    except re.error:
-        return False
-    return isinstance(pattern, str) and len(pattern) < 1000
+def _readable(pattern: object) -> bool:
+    return isinstance(pattern, str) and tame(pattern)
 
 
 def targets(config: dict[str, Any] | None, module: str) -> bool | None:
@@ -115,7 +112,10 @@ def targets(config: dict[str, Any] | None, module: str) -> bool | None:
     asked = config.get("target_modules")
     if not asked or not isinstance(asked, str | list) or asked == "all-linear":
         return None
-    if _matches(config.get("exclude_modules"), module):
+    left_out = config.get("exclude_modules")
+    if any(isinstance(p, str) and compiles(p) and not tame(p) for p in (asked, left_out)):
+        return None  # a pattern that might never end is not tried
+    if _matches(left_out, module):
         return False
     if not _matches(asked, module):
         return False
@@ -138,7 +138,7 @@ def targets(config: dict[str, Any] | None, module: str) -> bool | None:
 
 def _matches(asked: object, module: str) -> bool:
     if isinstance(asked, str):
-        return _compiles(asked) and re.fullmatch(asked, module) is not None
+        return _readable(asked) and re.fullmatch(asked, module) is not None
     if not isinstance(asked, list):
         return False
     return any(isinstance(t, str) and (module == t or module.endswith(f".{t}")) for t in asked)

@@ -14,6 +14,7 @@ from ckaudit.checks.case import on_files
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
+from ckaudit.patterns import compiles, tame
 from ckaudit.renames import Inferred, infer_rename
 
 IGNORE_LIST = Check("CK307", "ignore list that matches no module", "warning")
@@ -107,27 +108,17 @@ _PATIENCE = 1.0
 _LONGEST = 200
 """Characters of a module's path that patterns are tried on."""
 _PATTERN = re.compile(r"[*^$\\\[(+?|]")
-_RISKY = re.compile(r"\)[*+{]|\\[1-9]|\(\?[^:]")
-"""A repeated group, a back reference, a look around: what can make a match take time without end."""
 
 
 def _compiled(entry: str) -> re.Pattern[str] | None:
     """`re:…` as compressed-tensors has it; others as transformers and ModelOpt do: a pattern up to the end of a segment, or wildcards."""
     text = entry.removeprefix("re:")
-    if _RISKY.search(text) or len(re.findall(r"(?<!\\)[*+{]", text)) > 4:
+    if compiles(text) and not tame(text):
         return None
     ways = [text] if entry.startswith("re:") else [rf"(?:{text})(?=\.|$)"]
     ways += [translate(entry)] if "*" in text and not entry.startswith("re:") else []
-    sound = [w for w in ways if _is_pattern(w)]
+    sound = [w for w in ways if compiles(w)]
     return re.compile("|".join(sound)) if sound else None
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
 
 
 @lru_cache(maxsize=16)
