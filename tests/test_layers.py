@@ -34,7 +34,7 @@ FENCES = {
     "typer": ("cli",),
     "click": (),
     "rich": ("cli", "report.terminal"),
-    "huggingface_hub": ("source.hub", "materialize"),
+    "huggingface_hub": ("source.hub",),
     "httpx": ("source.hub",),
     "httpx2": ("source.hub",),
     "requests": (),
