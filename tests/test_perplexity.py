@@ -5,8 +5,10 @@ Expected numbers come from `OpenAIServer`, which shares no scoring code with cka
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -402,3 +404,38 @@ def test_an_unknown_dtype_and_a_folder_without_a_tokenizer(tmp_path: Path) -> No
         ppl(settings=Settings(dtype="float33"), rows=1)
     with pytest.raises(EngineError, match="No processor or tokenizer"):
         load_processor(tmp_path)
+
+
+class Table(list[dict[str, object]]):
+    """What `datasets.load_dataset` gives, as far as it is read."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self[0])
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns as in llava-bench-in-the-wild: question, reference answer, picture; a row without a picture is a chat."""
+    red = Image.new("RGB", (8, 8), "red")
+    table = Table(
+        [
+            {"question": "Which colour?", "gpt_answer": "Red.", "image": red},
+            {"question": "Say hi.", "gpt_answer": ["hi", "hello"], "image": None},
+        ]
+    )
+    library = type(sys)("datasets")
+    library.load_dataset = lambda repo, split=None: {"train": table} if split is None else table  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    rows = data.load("hub:org/set").rows
+    assert [(r.kind, r.answer, len(r.images)) for r in rows] == [("picture", "Red.", 1), ("chat", "hi", 0)]
+    assert Image.open(io.BytesIO(rows[0].images[0])).getpixel((0, 0)) == (255, 0, 0)
+    assert data.load("hub:org/set:train").hash == data.load("hub:org/set").hash
+    library.load_dataset = lambda *_a, **_k: Table([{"a": 1, "b": 2}])  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="columns a, b"):
+        data.load("hub:org/set")
+
+
+def test_a_data_set_of_the_hub_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SourceError, match="need the package datasets"):
+        data.load("hub:org/set")
