@@ -170,7 +170,7 @@ def test_names_with_odd_characters_are_read(hub: HubServer) -> None:
 
 def test_reads_are_side_by_side_and_reuse_their_connections(hub: HubServer) -> None:
     hub.repos["org/name"].push({f"{i:03}.safetensors": Sparse(HEAD, 10**9) for i in range(64)})
-    source = open_source("org/name")
+    source = open_source("org/name", jobs=16)
     hub.latency = 0.2
     got = read(source, *(Span(f"{i:03}.safetensors", 0, 1000) for i in range(64)))
     assert set(got.values()) == {HEAD[:1000]}
