@@ -5,6 +5,7 @@ A Plan crosses a process border as JSON (msgspec), so every field is plain data.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -117,7 +118,7 @@ class Unjudged(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What one engine does with one checkpoint."""
 
     id: str
@@ -143,7 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     unjudged: tuple[Unjudged, ...] = ()
     tp: tuple[dict[str, Any], ...] = ()
 
-    @property
+    @cached_property  # asked for by every check and every report, and a pass over all names
     def verdict(self) -> Verdict:
         """What raises decides `fails`; what was observed decides loss; by-design gaps never lower a verdict."""
         if self.not_judged is not None:

@@ -87,6 +87,8 @@ class Adapter(msgspec.Struct, frozen=True):
 def recognise(checkpoint: Checkpoint) -> Adapter | None:
     """The adapter that `checkpoint` is; None for anything else, a model with an adapter inside it (never merged) included."""
     config = _config(checkpoint.texts.get("adapter_config.json"))
+    if "adapter_config.json" not in checkpoint.texts and not _looks_like_one(checkpoint):
+        return None
     parts = [read(name) for name in checkpoint.tensors]
     known = [p for p in parts if p is not None]
     factors = sum(p.role not in ("full", "alpha") for p in known)
@@ -100,6 +102,14 @@ def recognise(checkpoint: Checkpoint) -> Adapter | None:
         return None
     unknown = tuple(n for n, p in zip(checkpoint.tensors, parts, strict=True) if p is None)
     return Adapter(checkpoint, _dialect(known, config), _units(known), unknown, config)
+
+
+def _looks_like_one(checkpoint: Checkpoint) -> bool:
+    """Whether a factor is among some runs of names: at least half of an adapter's are, and a model of 45,000 is not to be read for it."""
+    names = list(checkpoint.tensors)
+    middle = len(names) // 2
+    some = {*names[:32], *names[middle : middle + 32], *names[-32:]}
+    return any(p is not None and p.role not in ("full", "alpha") for p in map(read, some))
 
 
 def _config(data: bytes | None) -> dict[str, Any] | None:
