@@ -11,9 +11,14 @@ _REPEATS = 4
 """Repeats in one pattern: each may try every split of a name."""
 
 
+def ends(text: str) -> bool:
+    """Whether a match of `text`, read as a pattern or as wildcards, ends soon: nothing risky in it, and few repeats."""
+    return not _RISKY.search(text) and len(re.findall(r"(?<!\\)[*+{]", text)) <= _REPEATS
+
+
 def tame(text: str) -> bool:
-    """Whether `text` is a regular expression whose match ends soon: nothing risky in it, and few repeats."""
-    return not _RISKY.search(text) and len(re.findall(r"(?<!\\)[*+{]", text)) <= _REPEATS and compiles(text)
+    """Whether `text` is a regular expression whose match ends soon."""
+    return ends(text) and compiles(text)
 
 
 def compiles(text: str) -> bool:
