@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import tempfile
@@ -47,7 +48,7 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     from ckaudit.engines.vllm.files import write_folder
 
     write_folder(job.texts, job.tensors, folder, code=job.options.trust_remote_code)
-    raw = msgspec.json.decode(job.texts["config.json"])
+    raw = json.loads(job.texts["config.json"])
 
     def load(tensors: Sequence[TensorSpec], tp: int = 1) -> Attempt:
         config = engine.config(folder, job.options, tp)
@@ -92,8 +93,8 @@ def _unusable(job: Job) -> str | None:
     if "config.json" not in job.texts:
         return "there is no config.json, so vLLM has no class to build"
     try:
-        raw = msgspec.json.decode(job.texts["config.json"])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raw = json.loads(job.texts["config.json"])
+    except (ValueError, RecursionError) as error:  # Python's own parser: real configs hold NaN and Infinity
         return f"config.json is not JSON ({error})"
     if not isinstance(raw, dict):
         return "config.json is not an object"
