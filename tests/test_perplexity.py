@@ -439,3 +439,15 @@ def test_a_data_set_of_the_hub_without_the_library(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SourceError, match="need the package datasets"):
         data.load("hub:org/set")
+
+
+def test_what_stops_a_run_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    shown = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "hi"}]
+    with pytest.raises(UsageError, match="cannot be decoded"):
+        ppl(data=write(tmp_path, {"messages": shown, "images": ["bad.png"]}))
+    with pytest.raises(UsageError, match="folder does not exist"):
+        ppl(save_reference=tmp_path / "none" / "ref.json")
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineError, match="does not load"):
+            ppl(settings=Settings(device="cuda"), rows=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.errors import EngineError
+from ckaudit.errors import EngineError, UsageError
 from ckaudit.perplexity.data import Row, plain
 
 
@@ -113,7 +113,12 @@ class Encoder:
 
 
 def picture(data: bytes) -> Any:
-    """Decoded RGB picture (PIL)."""
+    """Decoded RGB picture (PIL). Raises UsageError for bytes that are no picture, or one too large to decode safely."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(data)).convert("RGB")
+    try:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(
+            f"A picture of the data set cannot be decoded ({len(data):,} bytes).", "Give PNG or JPEG files."
+        ) from error

@@ -39,6 +39,8 @@ def run(
     Rows of an interrupted run are kept in the folder `cache`, and used again while nothing that the number depends on has changed.
     Raises CkauditError: no such data, a reference made on other rows, a model that does not load, a server without log-probabilities.
     """
+    if options.save_reference is not None and not options.save_reference.absolute().parent.is_dir():
+        raise UsageError(f"{options.save_reference} cannot be written: its folder does not exist.", "Make it first.")
     side = _Side(repo, options, progress, cache)
     rows = data.load(options.data, options.rows)
     kept = references.entry(options.reference, options.entry or repo.name) if options.reference else None

@@ -35,7 +35,7 @@ def load_model(folder: Path, settings: Settings) -> Any:
         )
     try:
         model = cls.from_pretrained(folder, **options).to(settings.device)
-    except (ValueError, RuntimeError, ImportError, OSError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError, AssertionError) as error:  # the last: torch without CUDA
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineError(f"The model in {folder.name} does not load: {reason}", "Run `ckaudit load` first.") from error
     return model.eval()
