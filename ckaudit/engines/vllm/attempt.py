@@ -74,7 +74,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
         raised = _raised(error, observer, started=bool(order), finished=bool(claims))
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
-    return Attempt(type(model).__name__, raised, observer.result(parameters), tuple(order),
+    return Attempt(type(model).__name__, raised, observer.result(parameters, beside(model)), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
                    observer.looked_at, frozenset(observer.zeros), tuple(shards.opened))  # fmt: skip
 
@@ -110,6 +110,23 @@ def held(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for leaf, tensor in module._buffers.items():
             if tensor is not None and leaf not in module._non_persistent_buffers_set:
                 yield f"{path}.{leaf}" if path else leaf, tensor, True
+
+
+def beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the loader hung on parameters, under the parameters' names: the quantisation state of a bitsandbytes weight."""
+    for name, tensor in model.named_parameters():
+        for value in vars(tensor).values():
+            yield from ((name, found) for found in _within(value, 4))
+
+
+def _within(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            yield value
+    elif depth > 0 and not callable(value) and not isinstance(value, type):
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for inner in value if isinstance(value, list | tuple) else held.values():
+            yield from _within(inner, depth - 1)
 
 
 def _load(config: Any, model: Any, observer: Provenance) -> None:

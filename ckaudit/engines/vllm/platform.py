@@ -135,6 +135,8 @@ def _pretend_torch_cuda(machine: Machine, devices: int) -> None:
     }  # fmt: skip
     for name, value in answers.items():  # a function each: torch keeps tables by function
         setattr(cuda, name, lambda *_, _value=value, **__: _value)
+    for name in ("empty_cache", "synchronize"):
+        setattr(torch.accelerator, name, lambda *_, **__: None)
     for name in ("Stream", "Event", "CUDAGraph"):
         setattr(cuda, name, type(name, (stubs.Stub,), {}))
     cuda._lazy_init = lambda: None  # what asks for this device is made on `meta`, before any driver is asked

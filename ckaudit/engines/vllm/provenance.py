@@ -319,13 +319,18 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
 
     # -- what came of it
 
-    def result(self, model: Iterable[tuple[str, torch.Tensor]]) -> Result:
-        """Coverage of every parameter that `model` now holds, and of every checkpoint tensor that was yielded."""
+    def result(
+        self, model: Iterable[tuple[str, torch.Tensor]], beside: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> Result:
+        """Coverage of every parameter that `model` now holds, and of every checkpoint tensor that was yielded. What is held `beside` a
+        parameter, under its name, counts for the checkpoint tensors alone."""
         reads: dict[str, list[Piece] | None] = {name: [] for name in self._yielded}
         into: dict[str, dict[str, None]] = {name: {} for name in self._yielded}
         parameters = {}
         for name, tensor in model:
             parameters[name] = self._parameter(name, tensor, reads, into)
+        for name, tensor in beside:
+            self._parameter(name, tensor, reads, into)
         tensors = {}
         for name, tensor in self._yielded.items():
             places = reads[name]
