@@ -22,13 +22,25 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _reordered(config: Mapping[str, Any]) -> bool:
+    """Whether a quantisation sorted the inputs of its weights before it grouped them, so that the order (`g_idx`) is needed."""
+    quantization = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return False
+    groups = quantization.get("config_groups")
+    weights = [
+        g.get("weights") for g in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(g, Mapping)
+    ]
+    orders = [w.get("actorder") for w in weights if isinstance(w, Mapping)]
+    return bool(quantization.get("desc_act")) or any(order in ("group", "dynamic", True) for order in orders)
+
+
 def name_by_design(name: str, config: Mapping[str, Any], elements: int = 0) -> str | None:
     """Why a checkpoint tensor that reached no parameter, or was overwritten there, is meant to be; None if it is a loss."""
     held = _text_config(config)
-    quantization = config.get("quantization_config") or held.get("quantization_config") or {}
     if name.endswith(".weight_shape"):
         return "metadata: the shape before packing"
-    if name.endswith(".g_idx") and isinstance(quantization, Mapping) and not quantization.get("desc_act"):
+    if name.endswith((".g_idx", ".weight_g_idx")) and not _reordered(config):
         return "metadata: the order of groups, which is the natural one without desc_act"
     if elements == 1 and _SHARED_SCALE.search(name):
         return "shared: fused shards have one scale in this release, and the last one stands for all"
@@ -49,12 +61,16 @@ def name_by_design(name: str, config: Mapping[str, Any], elements: int = 0) -> s
     return None
 
 
-def parameter_by_design(name: str, seen: ParameterCoverage, buffer: bool, zeros: bool) -> str | None:
+def parameter_by_design(
+    name: str, seen: ParameterCoverage, buffer: bool, zeros: bool, config: Mapping[str, Any]
+) -> str | None:
     """Why a parameter that was not filled from the checkpoint is meant not to be; None if it is a loss. `zeros`: it was made as zeros."""
     if seen.elements == 0:
         return "empty: it holds no data"
     if seen.loaded and seen.loaded + seen.constant >= seen.elements and not seen.lost:
         return "padding: the loader fills the rest with a constant"
+    if name.endswith("g_idx_sort_indices") or (name.endswith("g_idx") and not _reordered(config)):
+        return "computed: the order of groups, which the engine works out itself or does not need without desc_act"
     if _KV_SCALE.search(name):
         return "default-valued: a scale of the KV cache that few checkpoints carry"
     if zeros and not seen.sources and name.endswith("bias"):

@@ -36,7 +36,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         not_judged = last.raised.excuse
     parameters = tuple(
         p
-        for p in (_parameter(n, c, last) for n, c in last.result.parameters.items())
+        for p in (_parameter(n, c, last, config) for n, c in last.result.parameters.items())
         if not (p.buffer and p.coverage == "none" and p.by_design)  # what no checkpoint is asked for is not worth a row
     )
     return msgspec.structs.replace(
@@ -141,7 +141,7 @@ def _found_shape(fault: Fault, story: Story) -> str:
     return str(list(shape)) if shape is not None else ""
 
 
-def _parameter(name: str, seen: ParameterCoverage, last: Attempt) -> Parameter:
+def _parameter(name: str, seen: ParameterCoverage, last: Attempt, config: Mapping[str, Any]) -> Parameter:
     shape, dtype, buffer = last.layout.get(name, ((), "", False))
     whole = max(seen.elements, 1)
     if seen.unknown and seen.loaded < seen.elements:
@@ -152,7 +152,7 @@ def _parameter(name: str, seen: ParameterCoverage, last: Attempt) -> Parameter:
         coverage, share = ("partial" if seen.loaded else "none"), seen.loaded / whole
     reason = None
     if coverage in ("partial", "none"):
-        reason = parameter_by_design(name, seen, buffer, name in last.zeros)
+        reason = parameter_by_design(name, seen, buffer, name in last.zeros, config)
     return Parameter(name, coverage, tuple(shape), SAFETENSORS.get(dtype, dtype), share, seen.sources, reason, buffer)  # type: ignore[arg-type]
 
 
