@@ -24,6 +24,7 @@ from unittest import mock
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import EngineOptions, Job
+from tests.helpers import encode, header_json
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -43,10 +44,10 @@ class UnmakeableError(Exception):
 
 
 class Made(NamedTuple):
-    """`config.json` and, by name, the safetensors dtype and the shape of each tensor."""
+    """The small files by path, `config.json` first, and, by name, the safetensors dtype and the shape of each tensor."""
 
     architecture: str
-    config: dict[str, Any]
+    files: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -93,7 +94,8 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
         written, tensors = saved(found, config)
     except Exception as error:  # a default config that its own class refuses
         raise UnmakeableError(f"{type(error).__name__}: {error}") from error
-    return Made(architecture, merged({**written, "architectures": [architecture]}, known.get("written", {})), tensors)
+    written = merged({**written, "architectures": [architecture]}, known.get("written", {}))
+    return Made(architecture, {"config.json": json.dumps(written), **known.get("files", {})}, tensors)
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +151,22 @@ def _headers_only() -> Iterator[dict[str, tuple[str, tuple[int, ...]]]]:
         yield out
 
 
+def write(made: Made, folder: Path) -> None:
+    """Lay the checkpoint out under `folder`: its small files, and a file that has a header and no data."""
+    for name, text in made.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    document = header_json(
+        {name: (dtype, list(shape)) for name, (dtype, shape) in made.tensors.items()}, {"format": "pt"}
+    )
+    data = encode(document)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(data)
+        file.truncate(
+            len(data) + max((e["data_offsets"][1] for n, e in document.items() if n != "__metadata__"), default=0)
+        )
+
+
 def job(made: Made, release: str, **options: Any) -> Job:
     """The job that the engine `vllm` sends to its worker for this checkpoint."""
     return Job(
@@ -156,6 +174,6 @@ def job(made: Made, release: str, **options: Any) -> Job:
         release=release,
         options=EngineOptions(**options),
         name=made.architecture,
-        texts={"config.json": json.dumps(made.config).encode()},
+        texts={name: text.encode() for name, text in made.files.items()},
         tensors=tuple(TensorSpec(n, "model.safetensors", d, s, 0) for n, (d, s) in made.tensors.items()),
     )
