@@ -22,11 +22,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _reordered(config: Mapping[str, Any]) -> bool:
     """Whether a quantisation sorted the inputs of its weights before it grouped them, so that the order (`g_idx`) is needed."""
-    quantization = config.get("quantization_config") or _text_config(config).get("quantization_config")
-    if not isinstance(quantization, Mapping):
-        return False
+    quantization = _quantization(config)
     groups = quantization.get("config_groups")
     weights = [
         g.get("weights") for g in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(g, Mapping)
@@ -42,6 +45,8 @@ def name_by_design(name: str, config: Mapping[str, Any], elements: int = 0) -> s
         return "metadata: the shape before packing"
     if name.endswith((".g_idx", ".weight_g_idx")) and not _reordered(config):
         return "metadata: the order of groups, which is the natural one without desc_act"
+    if name.endswith(".qzeros") and _quantization(config).get("sym"):
+        return "metadata: zero points, which a symmetric scheme does not use"
     if elements == 1 and _SHARED_SCALE.search(name):
         return "shared: fused shards have one scale in this release, and the last one stands for all"
     if _COMPUTED.search(name):

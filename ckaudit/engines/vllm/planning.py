@@ -48,7 +48,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         names=tuple(_names(story, tensors, config)),
         parameters=parameters,
         collisions=_collisions(last, config),
-        mismatches=(*_shape_mismatches(story), *_casts(last)),
+        mismatches=(*_shape_mismatches(story), *_casts(last, config)),
         rules=last.rules.hits(plan.release, [step for fault in story.faults for step in fault.chain]),
         notes=tuple(_notes(story)),
         unjudged=_unjudged(last, config),
@@ -181,7 +181,7 @@ def _unjudged(last: Attempt, config: Mapping[str, Any]) -> tuple[Unjudged, ...]:
     )
 
 
-def _casts(last: Attempt) -> list[Mismatch]:
+def _casts(last: Attempt, config: Mapping[str, Any]) -> list[Mismatch]:
     def text(dtype: str) -> str:
         return SAFETENSORS.get(dtype, dtype)
 
@@ -189,6 +189,7 @@ def _casts(last: Attempt) -> list[Mismatch]:
         Mismatch("dtype", name, (source,), text(to), text(was))
         for name, coverage in last.result.parameters.items()
         for source, was, to in coverage.casts
+        if name_by_design(source, config) is None  # metadata may be held in any type
     ]
 
 

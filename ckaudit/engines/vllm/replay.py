@@ -110,5 +110,7 @@ def _id(job: Job) -> str:
 
 
 def _line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text[:600]
+    """The error on one line; of pydantic's only what was raised inside, without the dump of the arguments around it."""
+    inner = [e["msg"] for e in error.errors()] if hasattr(error, "errors") and hasattr(error, "error_count") else []
+    text = "; ".join(inner).replace("Value error, ", "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:600]
