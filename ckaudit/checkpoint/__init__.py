@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -92,9 +93,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 TEXTS = (
     "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
-    "adapter_config.json", "model_index.json", "params.json",
+    "adapter_config.json", "model_index.json", "params.json", "modules.json",
 )  # fmt: skip
 """Small files that decide how weights are loaded."""
+
+_MODULE = re.compile(r"\d+_\w+/config\.json")
+"""A module of a sentence-transformers model (`1_Pooling/config.json`): whether it is there decides which class vLLM builds."""
 
 MAX_TEXT = 4_000_000
 """Bytes. A longer file of these names, or a longer Python file, is not read."""
@@ -160,6 +164,10 @@ def _parse_config(data: bytes | None) -> tuple[dict[str, Any] | None, list[Defec
     return config, []
 
 
+def _decides(path: str, *, code: bool) -> bool:
+    return path in TEXTS or _MODULE.fullmatch(path) is not None or (code and path.endswith(".py"))
+
+
 class _Reading:
     """Everything that is read of a checkpoint, in one stream: no read waits for another that it does not need.
 
@@ -169,7 +177,7 @@ class _Reading:
 
     def __init__(self, target: str, folder: str, files: Mapping[str, FileInfo], *, code: bool, jobs: int) -> None:
         self.target, self.folder, self.files = target, folder, files
-        self.limits = {path: MAX_TEXT for path in files if path in TEXTS or (code and path.endswith(".py"))}
+        self.limits = {path: MAX_TEXT for path in files if _decides(path, code=code)}
         self.limits |= {path: MAX_WHOLE for path in files if INDEX.search(path) and "/" not in path}
         self.small: dict[str, bytes] = {}
         self.defects: list[Defect] = []
