@@ -43,6 +43,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Whether headers cannot tell if weights were lost."""
     nearest: str | None = None
     """The name on the other side that is most like the first one's."""
+    apart: bool = False
+    """Removed: whether the model is whole without these (a draft model that B does not announce)."""
+    engines: tuple[str, ...] = ()
+    """Renamed and relaid: ids of engines that have a place for B's names, or where there is no rule, that have none."""
 
     @property
     def old(self) -> tuple[str, ...]:
@@ -65,4 +69,5 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     identical_bytes: int
     changes: tuple[Change, ...]
     unjudged: tuple[Unjudged, ...] = ()
-    """What could not be compared and why. `topic`: `shapes` (a header was not there to read) or `files` (a file is faulty)."""
+    """What could not be compared and why. `topic`: `shapes` (a header was not there to read), `files` (a file is faulty)
+    or `places` (no engine could say whether the new names load)."""

@@ -11,11 +11,12 @@ from ckaudit.changes import Diff
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.checks import differences
 from ckaudit.diff import compare
+from ckaudit.diff.places import placed
 from ckaudit.findings import Report, ordered
 from ckaudit.pipeline import describe
 from ckaudit.report.terminal import render_diff
 from tests.helpers import DictSource, checkpoint_files
-from tests.toy import CONFIG, Entries
+from tests.toy import CONFIG, Entries, plan
 
 PAGES = Path(__file__).parent.parent / "docs" / "checks"
 Pair = tuple[Checkpoint, Checkpoint]
@@ -72,7 +73,10 @@ def told(found: Diff, a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
 def example(check: str) -> str:
     """The finding of `check` in its case, as the terminal shows it."""
     a, b, roundtrip = globals()[check.lower()]()
-    lines = render_diff(told(compare(a, b, roundtrip=roundtrip), a, b), width=110).split("\n")
+    found = compare(a, b, roundtrip=roundtrip)
+    if not roundtrip:
+        found = placed(found, [plan(b, list(a.tensors))], a, b)  # an engine that knows the names of A
+    lines = render_diff(told(found, a, b), width=110).split("\n")
     start = next(i for i, line in enumerate(lines) if line[1:].startswith(f" {check} "))
     stop = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith("  "))
     return "\n".join(lines[start:stop])
@@ -104,6 +108,10 @@ def ck804() -> tuple[Checkpoint, Checkpoint, bool]:
 
 def ck805() -> tuple[Checkpoint, Checkpoint, bool]:
     return one(decoder()), one(decoder(root="model.language_model.")), True
+
+
+def ck806() -> tuple[Checkpoint, Checkpoint, bool]:
+    return one(decoder()), one({f"_orig_mod.{name}": entry for name, entry in decoder().items()}), False
 
 
 CASES = [c.id for c in differences.CHECKS]

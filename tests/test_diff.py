@@ -43,7 +43,7 @@ def without(entries: Entries, *patterns: str) -> Made:
     return {n: (d, list(s)) for n, (d, s) in entries.items() if not any(re.search(p, n) for p in patterns)}
 
 
-def renamed(entries: Entries, pattern: str, replacement: str) -> Made:
+def renamed(entries: Entries, pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Made:
     return {re.sub(pattern, replacement, n): (d, list(s)) for n, (d, s) in entries.items()}
 
 
@@ -320,6 +320,13 @@ class TestQuantised:
             ("renamed", "rename", 39, 39),
         ]
 
+    def test_weights_of_eight_bits_without_the_scale_that_others_have(self) -> None:
+        target = without(fp8(decoder()), "layers.1.mlp.*scale_inv")
+        found = report(decoder(), target).findings
+        assert [(f.check, f.severity, f.count) for f in found] == [("CK801", "error", 3)]
+        cast = {n: (("F8_E4M3" if "mlp" in n else d), s) for n, (d, s) in decoder().items()}
+        assert {f.severity for f in report(decoder(), cast).findings} == {"warning"}  # a plain cast has none anywhere
+
     def test_a_scale_lost_between_two_of_one_scheme(self) -> None:
         found = diff(packed(decoder()), without(packed(decoder()), "layers.1.mlp.up_proj.weight_scale"))
         assert rows(found) == [("removed", None, 1, 0)]
@@ -463,8 +470,20 @@ class TestOneSided:
         f"mtp.layers.0.{p}.weight": ("BF16", [16, 16]) for p in ("eh_proj", "mlp.down_proj", "mlp.up_proj")
     }
 
-    def test_draft_layers(self) -> None:
-        assert only(diff(decoder() | self.DRAFT, decoder())).rule == "draft"
+    ANNOUNCED = CONFIG | {"num_nextn_predict_layers": 1}
+
+    def test_draft_layers_that_the_config_of_b_still_announces(self) -> None:
+        found = report(decoder() | self.DRAFT, decoder(), self.ANNOUNCED, self.ANNOUNCED).findings
+        assert [(f.check, f.severity, f.count, f.bytes) for f in found] == [("CK801", "error", 3, 3 * 16 * 16 * 2)]
+        assert "num_nextn_predict_layers: 1" in found[0].message
+
+    def test_draft_layers_that_nobody_announces(self) -> None:
+        """The model is whole without them, so a warning; but they are lost, and nothing says that they were meant to be."""
+        found = report(decoder() | self.DRAFT, decoder()).findings
+        assert [(f.check, f.severity, f.count) for f in found] == [("CK801", "warning", 3)]
+
+    def test_draft_layers_retired_or_added(self) -> None:
+        assert only(diff(decoder() | self.DRAFT, decoder(), self.ANNOUNCED, CONFIG)).rule == "draft"
         assert only(diff(decoder(), decoder() | self.DRAFT)).rule == "draft"
 
     def test_half_a_draft_model(self) -> None:
@@ -479,7 +498,9 @@ class TestOneSided:
         """DeepSeek numbers its draft layer as one more layer."""
         config = CONFIG | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
         source = decoder(5) | {"model.layers.4.eh_proj.weight": ("BF16", [16, 32])}
-        assert only(diff(source, decoder(4), config, config)).rule == "draft"
+        lost = only(diff(source, decoder(4), config, config))
+        assert (lost.rule, lost.text[:31], len(lost.old)) == (None, "draft layers (MTP), all of them", 10)
+        assert only(diff(source, decoder(4), config, config | {"num_nextn_predict_layers": 0})).rule == "draft"
 
     def test_layers_that_the_config_counts(self) -> None:
         sizes = [CONFIG | {"num_hidden_layers": n} for n in (6, 4)]
@@ -487,6 +508,25 @@ class TestOneSided:
         assert only(diff(decoder(4), decoder(6), *reversed(sizes))).rule == "layers"
         lost = only(diff(decoder(6), decoder(4), sizes[0], sizes[0]))
         assert (lost.rule, lost.text) == (None, "layers 4,5 of `model.layers`")
+
+    def test_a_layer_left_out_and_the_others_renumbered(self) -> None:
+        """Layers of two kinds: only one way of counting brings like to like."""
+        sizes = [CONFIG | {"num_hidden_layers": n} for n in (6, 5)]
+        whole = decoder(6)
+        for i in (0, 1, 3, 4):  # all but every third keep a norm of their queries
+            whole |= {f"model.layers.{i}.self_attn.q_norm.weight": ("BF16", [8])}
+        shorter = renamed(without(whole, r"layers\.2\."), r"layers\.([345])", lambda m: f"layers.{int(m[1]) - 1}")
+        found = diff(whole, shorter, *sizes)
+        assert [(c.kind, c.rule) for c in found.changes] == [("renamed", "layers"), ("removed", "layers")]
+        moved, gone = found.changes
+        assert all(
+            o.replace("layers.3", "layers.2") == n
+            for o, n in (x for x in zip(moved.old, moved.new, strict=True))
+            if "layers.3" in o
+        )
+        assert {n.split(".")[2] for n in gone.old} == {"2"}
+        back = diff(shorter, whole, *reversed(sizes))
+        assert [(c.kind, c.rule) for c in back.changes] == [("renamed", "layers"), ("added", "layers")]
 
     def test_a_layer_out_of_the_middle(self) -> None:
         sizes = [CONFIG | {"num_hidden_layers": n} for n in (6, 5)]
@@ -524,8 +564,8 @@ class TestLoss:
         last = list(shards)[-1]
         a = sharded(shards | {last: shards[last] | TestOneSided.DRAFT})
         found = compare(a, sharded({n: e for n, e in shards.items() if n != last}))
-        assert rows(found) == [("removed", "draft", 3, 0), ("removed", None, len(shards[last]), 0)]
-        assert found.changes[1].text == f"all of source shard {last}, of which 3 more were left out for a reason"
+        assert rows(found) == [("removed", None, 3, 0), ("removed", None, len(shards[last]), 0)]
+        assert found.changes[1].text == f"all of source shard {last}, of which 3 more are told apart"
         assert found.changes[1].old_bytes == 2 * sum(
             s[0] * (s[1] if len(s) > 1 else 1) for _, s in shards[last].values()
         )
@@ -534,7 +574,7 @@ class TestLoss:
         shards = split(decoder(), 3)
         first = next(iter(shards))
         found = compare(sharded(shards), sharded(shards | {first: without(shards[first], "embed_tokens")}))
-        assert [(c.text, c.nearest) for c in found.changes] == [("", None)]
+        assert [(c.text, c.nearest) for c in found.changes] == [("`model.embed_tokens.weight`", None)]
 
     def test_a_part_of_the_model(self) -> None:
         tower = {f"vpm.blocks.{i}.{p}.weight": ("BF16", [16, 16]) for i in range(3) for p in ("fc1", "fc2")}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
@@ -120,7 +121,7 @@ class TestRevisions:
 class TestExitCodes:
     def test_clean_findings_and_round_trip(self, tmp_path: Path) -> None:
         a = folder(tmp_path / "a", decoder())
-        b = folder(tmp_path / "b", {f"module.{n}": e for n, e in decoder().items()})
+        b = folder(tmp_path / "b", {n.removeprefix("model."): e for n, e in decoder().items()})
         c = folder(tmp_path / "c", dict(list(decoder().items())[3:]))
         assert [pipeline.diff(str(a), str(x)).exit_code for x in (a, b, c)] == [0, 0, 1]
         assert [pipeline.diff(str(a), str(x), roundtrip=True).exit_code for x in (a, b, c)] == [0, 1, 1]
@@ -149,6 +150,57 @@ class TestExitCodes:
         assert "B: no safetensors file is here" in render_diff(report)
 
 
+class TestNewNames:
+    """A consistent change of names is explained only where an engine has a place for the new ones."""
+
+    SIZES: ClassVar[dict[str, Any]] = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+
+    def compared(self, tmp_path: Path, old: str, new: str, **config: Any) -> Report:
+        a = folder(tmp_path / "a", decoder(), self.SIZES)
+        b = folder(tmp_path / "b", {n.replace(old, new): e for n, e in decoder().items()}, self.SIZES | config)
+        return pipeline.diff(str(a), str(b))
+
+    def test_names_that_nothing_loads(self, tmp_path: Path) -> None:
+        report = self.compared(tmp_path, ".mlp.", ".ffn.")
+        assert [(f.check, f.severity, f.blame, f.count) for f in report.findings] == [
+            ("CK806", "error", "checkpoint", 12)
+        ]
+        assert "transformers" in report.findings[0].message
+        assert "rules:vllm" in report.findings[0].message
+
+    def test_names_that_one_engine_loads(self, tmp_path: Path) -> None:
+        """transformers puts the base model's prefix before names without it; vLLM does not."""
+        report = self.compared(tmp_path, "model.", "")
+        assert report.diff is not None
+        assert [(c.rule, [e.partition("==")[0] for e in c.engines]) for c in report.diff.changes] == [
+            ("rename", ["transformers"])
+        ]
+        assert (report.findings, report.skips, report.exit_code) == ((), (), 0)
+
+    def test_a_class_that_nobody_knows(self, tmp_path: Path) -> None:
+        report = self.compared(tmp_path, ".mlp.", ".ffn.", model_type="mine", architectures=["MineForCausalLM"])
+        assert report.diff is not None
+        assert ([c.rule for c in report.diff.changes], report.findings) == (["rename"], ())
+        assert [(s.check, "whether the new names load" in s.reason) for s in report.skips] == [("CK806", True)]
+
+    def test_no_engine_is_asked_for_a_round_trip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(import_module("ckaudit.pipeline.diff"), "select", lambda spec: pytest.fail(spec))
+        a, b = (folder(tmp_path / x, {n.replace("mlp", x): e for n, e in decoder().items()}) for x in "ab")
+        assert pipeline.diff(str(a), str(b), roundtrip=True).exit_code == 1
+
+    def test_an_adapter_is_not_asked_about(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(import_module("ckaudit.pipeline.diff"), "select", lambda spec: pytest.fail(spec))
+        for x in "ab":
+            names = [f"base_model.model.{x}.layers.{i}.q_proj.lora_{f}.weight" for i in range(4) for f in "AB"]
+            folder(tmp_path / x, dict.fromkeys(names, ("F32", [4, 4])))
+            (tmp_path / x / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+        report = pipeline.diff(str(tmp_path / "a"), str(tmp_path / "b"))
+        assert [s.check for s in report.skips] == ["CK806"]
+
+
 class TestProgram:
     def test_text_and_json(self, tmp_path: Path) -> None:
         file = tmp_path / "report.json"
@@ -164,8 +216,10 @@ class TestProgram:
 
     def test_json_to_stdout(self) -> None:
         done = ckaudit("diff", "fixtures/llama-good", "fixtures/llama-compiled-prefix", "--json", "-")
-        assert done.returncode == 0
-        assert [c["rule"] for c in json.loads(done.stdout)["diff"]["changes"]] == ["rename"]
+        assert done.returncode == 1
+        change, document = json.loads(done.stdout)["diff"]["changes"][0], json.loads(done.stdout)
+        assert (change["kind"], change["rule"], len(change["engines"])) == ("renamed", None, 2)
+        assert [f["check"] for f in document["findings"]] == ["CK806"]
 
     def test_usage(self) -> None:
         assert ckaudit("diff", "fixtures/llama-good", "nowhere/at/all").returncode == 2

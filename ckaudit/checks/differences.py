@@ -12,7 +12,8 @@ ADDED = Check("CK802", "tensors added", "warning")
 RESHAPED = Check("CK803", "tensors reshaped", "error")
 RETYPED = Check("CK804", "tensors retyped", "warning")
 NOT_IDENTICAL = Check("CK805", "not identical, as a round trip has to be", "error")
-CHECKS = (LOST, ADDED, RESHAPED, RETYPED, NOT_IDENTICAL)
+NO_PLACE = Check("CK806", "new names that nothing loads", "error")
+CHECKS = (LOST, ADDED, RESHAPED, RETYPED, NOT_IDENTICAL, NO_PLACE)
 
 CHECK_OF: dict[Kind, Check] = {
     "removed": LOST,
@@ -20,9 +21,11 @@ CHECK_OF: dict[Kind, Check] = {
     "added": ADDED,
     "reshaped": RESHAPED,
     "retyped": RETYPED,
+    "renamed": NO_PLACE,
+    "relaid": NO_PLACE,
 }
 """Which check tells of a change without a rule."""
-_LEAVES_OPEN = {"shapes": (RESHAPED.id, RETYPED.id), "files": ("files",)}
+_LEAVES_OPEN = {"shapes": (RESHAPED.id, RETYPED.id), "files": ("files",), "places": (NO_PLACE.id,)}
 _MENDS: dict[Kind, str] = {
     "removed": "Copy them from A, or save again.",
     "added": "Leave them out when saving, unless B is meant to have more than A.",
@@ -38,6 +41,7 @@ _ROUNDTRIP: dict[Kind, str] = _MENDS | {
     "retyped": "Save in the dtypes of A: from_pretrained(…, dtype='auto').",
 }
 _SCALES = "Quantise again, or take the companions from where B was made."
+_DRAFT = "Copy them from A, if speculative decoding is wanted."
 _UNDECIDABLE = "Compare what the two compute: ckaudit ppl A --candidate B."
 
 
@@ -58,23 +62,34 @@ def _unexplained(change: Change, diff: Diff) -> Finding:
     count = many(len(names), "tensor")
     verb = "is" if len(names) == 1 else "are"
     what = f": {change.text}" if change.text else ""
+    nobody = f"{' and '.join(change.engines)} {'has' if len(change.engines) == 1 else 'have'}"
     message = {
         "removed": f"{count} of A {verb} not in B{what}.",
         "quantised": f"{count} of A {verb} {change.text} in B.",
         "added": f"{count} of B {verb} not in A{what}.",
         "reshaped": f"{count} {verb} {change.text}.",
         "retyped": f"{change.text[:1].upper()}{change.text[1:]}.",
+        "renamed": f"{count} of B {verb} under names that {nobody} no place for: {change.text}.",
+        "relaid": f"{count} of B {verb} in a layout that {nobody} no place for: {change.text}.",
     }[change.kind]
     if change.nearest is not None:
         message += f" Most alike on the other side: `{printable(change.nearest)}`."
-    mend = _UNDECIDABLE if change.undecidable else _SCALES if change.kind == "quantised" else _MENDS[change.kind]
+    mend = (
+        _DRAFT
+        if change.apart
+        else _UNDECIDABLE
+        if change.undecidable
+        else _SCALES
+        if change.kind == "quantised"
+        else _MENDS[change.kind]
+    )
     return _finding(change, check, names, message, _severity(change, check, diff), mend)
 
 
 def _severity(change: Change, check: Check, diff: Diff) -> Severity:
     if diff.roundtrip:
         return "error"
-    if change.undecidable:
+    if change.undecidable or change.apart:
         return "warning"
     floats = ("F", "BF")
     numbers = change.kind == "retyped" and change.wanted.startswith(floats) != change.found.startswith(floats)
@@ -98,6 +113,7 @@ def _finding(
         check=check.id,
         title=check.title,
         severity=severity,
+        engine=change.engines[0] if check is NO_PLACE and len(change.engines) == 1 else None,
         blame="undecidable" if change.undecidable else "checkpoint",
         names=listed,
         count=len(listed),

@@ -56,7 +56,7 @@ def _one_sided(pairing: Pairing, sizes: Sizes, *, removed: bool) -> Iterator[Cha
     if not removed:
         here, there, loose, other = there, here, other, loose
     left = dict(loose)
-    for reason in one_sided(loose, here, there):
+    for reason in one_sided(loose, here, there, removed=removed):
         names = [m for unit in reason.units for m in unit.members]
         links = [Link((n,), ()) if removed else Link((), (n,)) for n in names]
         yield sizes.change("removed" if removed else "added", reason.rule, reason.text, links)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import chain
 
+from msgspec.structs import replace
+
 from ckaudit.changes import Change, Kind, Link
-from ckaudit.checks.facts import ADAPTER, Facts
+from ckaudit.checks.facts import ADAPTER, DRAFT_KEYS, Facts
 from ckaudit.checks.layout import numbers
 from ckaudit.checks.ties import flags
 from ckaudit.diff.made import Sizes
 from ckaudit.diff.reasons import EMBEDDING, HEAD, draft
 from ckaudit.diff.units import Unit
-from ckaudit.naming import Nearest, fold, natural_key, printable
+from ckaudit.naming import Nearest, fold, folds, natural_key, printable
 
 _FEW = 3
 """Parts, layers or kinds that a sentence names."""
@@ -34,24 +36,29 @@ def unexplained(
     finder = Nearest(spare)
     names = [m for unit in left.values() for m in unit.members]
     if kind == "removed":
+        for text, hit, apart in _drafts(names, here, there):
+            yield _change(kind, text, hit, finder, sizes, apart=apart)
+            names = _without(names, hit)
         for text, hit in _shards(names, absent, here):
             yield _change(kind, text, hit, finder, sizes)
             names = _without(names, hit)
         for text, hit in (*_adapter(names, here, there), *_head(names, there)):
             yield _change(kind, text, hit, finder, sizes, undecidable=True)
             names = _without(names, hit)
+    elif hit := [n for n in names if ADAPTER.search(n)]:
+        yield _change(kind, "an adapter that was never merged", hit, finder, sizes)
+        names = _without(names, hit)
     if names:
         yield _change(kind, _where(names, here), names, finder, sizes)
 
 
 def _change(
-    kind: Kind, text: str, names: list[str], finder: Nearest, sizes: Sizes, *, undecidable: bool = False
-) -> Change:
+    kind: Kind, text: str, names: list[str], finder: Nearest, sizes: Sizes, *, undecidable: bool = False, apart: bool = False
+) -> Change:  # fmt: skip
     names = sorted(names, key=natural_key)
     links = [Link((n,), ()) if kind == "removed" else Link((), (n,)) for n in names]
-    return sizes.change(
-        kind, None, text, links, undecidable=undecidable, nearest=None if text else finder.find(names[0])
-    )
+    alike = finder.find(names[0]) if text.startswith("`") else None  # whole parts and layers have no likes
+    return replace(sizes.change(kind, None, text, links, undecidable=undecidable, nearest=alike), apart=apart)
 
 
 def _without(names: list[str], taken: Iterable[str]) -> list[str]:
@@ -74,6 +81,17 @@ def _head(names: list[str], there: Facts) -> Iterator[tuple[str, list[str]]]:
         yield "the head, which may be tied to the embedding: the config of B does not say", hit
 
 
+def _drafts(names: list[str], here: Facts, there: Facts) -> Iterator[tuple[str, list[str], bool]]:
+    """Draft layers, all of them or a part; and whether B's config leaves the model whole without them."""
+    drafts = draft(here)
+    if hit := [n for n in names if n in drafts]:
+        promised = {k: v for k, v in there.values(DRAFT_KEYS).items() if v}
+        part = f"a part of the draft layers (MTP), {len(hit)} of {len(drafts)} tensors"
+        text = "draft layers (MTP), all of them" if len(hit) == len(drafts) else part
+        also = "".join(f", which the config of B announces ({k}: {v})" for k, v in list(promised.items())[:1])
+        yield text + also, hit, len(hit) == len(drafts) and not promised
+
+
 def _shards(names: list[str], absent: Set[str], here: Facts) -> Iterator[tuple[str, list[str]]]:
     """Source shards of which nothing arrived: an exporter that writes whole shards, or a download, lost them."""
     tensors = here.checkpoint.tensors
@@ -86,33 +104,49 @@ def _shards(names: list[str], absent: Set[str], here: Facts) -> Iterator[tuple[s
     shards = sorted({tensors[n].shard for n in hit}, key=natural_key)
     if shards:
         others = sum(total[s] for s in shards) - len(hit)
-        also = f", of which {others} more were left out for a reason" if others else ""
+        also = f", of which {others} more are told apart" if others else ""
         yield f"all of source shard {_listed(fold(shards))}{also}", hit
 
 
 def _where(names: list[str], here: Facts) -> str:
-    """What these tensors are, where they are whole parts or whole layers of their checkpoint; empty otherwise."""
-    parts = [f"all of `{printable(p)}.` ({n})" for p, n in _parts(names, here)]
-    layers = [f"layer{'s' if len(i) > 1 else ''} {numbers(i)} of `{printable(p)}`" for p, i in _layers(names, here)]
-    told = parts or layers
-    drafts = draft(here)
-    if len(names) < len(drafts) and drafts.issuperset(names):
-        return f"a part of the draft layers (MTP), {len(names)} of {len(drafts)} tensors"
-    covered = sum(n for _, n in _parts(names, here)) if parts else len(names)
-    return _listed(told) + (f", and {len(names) - covered} more" if covered < len(names) else "")
+    """Where these tensors are: whole parts of their checkpoint, whole layers, and for what is left the names, folded."""
+    told: list[str] = []
+    covered = 0
+    for text, hit in _places(names, here):
+        if len(told) == _FEW:
+            break
+        told.append(text)
+        covered += len(hit)
+    return ", ".join(told) + (f" and {len(names) - covered} more" if covered < len(names) else "")
+
+
+def _places(names: list[str], here: Facts) -> Iterator[tuple[str, list[str]]]:
+    for path, hit in _parts(names, here):
+        yield f"all of `{printable(path)}.` ({len(hit)})", hit
+        names = _without(names, hit)
+    chosen = set(names)
+    for path, stack in here.layers.items():
+        whole = [i for i in stack.indices if chosen.issuperset(stack.names(i))]
+        if whole:
+            hit = stack.names(*whole)
+            yield f"layer{'s' if len(whole) > 1 else ''} {numbers(whole)} of `{printable(path)}`", hit
+            chosen.difference_update(hit)
+    for kind in folds(chosen):
+        yield f"`{kind.text}`", kind.members()
 
 
 def _listed(words: list[str]) -> str:
     return ", ".join(words[:_FEW]) + (f" and {len(words) - _FEW} more" if len(words) > _FEW else "")
 
 
-def _parts(names: list[str], here: Facts) -> list[tuple[str, int]]:
+def _parts(names: list[str], here: Facts) -> list[tuple[str, list[str]]]:
     """The outermost paths (no number in them, at least three tensors) of which every tensor is among `names`, largest first."""
     chosen = Counter(chain.from_iterable(map(_paths, names)))
     total = Counter(p for p in chain.from_iterable(map(_paths, here.checkpoint.tensors)) if p in chosen)
     whole = {p for p, n in chosen.items() if n == total[p] and n > 2}
     outer = [p for p in whole if p.rpartition(".")[0] not in whole]
-    return sorted(((p, chosen[p]) for p in outer), key=lambda p: (-p[1], p[0]))
+    held = {p: [n for n in names if n.startswith(f"{p}.")] for p in outer}
+    return sorted(held.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -124,12 +158,3 @@ def _paths(name: str) -> Iterator[str]:
         if following >= 0 and name[at + 1 : following].isdecimal():
             return
         at = following
-
-
-def _layers(names: list[str], here: Facts) -> list[tuple[str, list[int]]]:
-    """Whole layers among `names`, by stack."""
-    chosen = set(names)
-    found: dict[str, list[int]] = defaultdict(list)
-    for path, stack in here.layers.items():
-        found[path] = [i for i in stack.indices if chosen.issuperset(stack.names(i))]
-    return [(p, i) for p, i in found.items() if i]

@@ -9,9 +9,12 @@ import msgspec
 
 from ckaudit.changes import Link, Rule
 from ckaudit.checks.facts import Facts
+from ckaudit.checks.layout import numbers
+from ckaudit.diff import renumber
 from ckaudit.diff.layouts import Named, relaid
 from ckaudit.diff.names import Renamed, alike, common, legacy, rename, synonyms
 from ckaudit.diff.units import Unit, members, quantised, same_weight, units
+from ckaudit.naming import printable
 
 _ROUNDS = 8
 """Renames that are looked for; real checkpoints need four at most."""
@@ -51,10 +54,15 @@ class Pairing:
     def _start(self) -> None:
         """Pairs of one name. Tensors that are the same on both sides are not even made units."""
         ours, theirs = self.a.checkpoint.tensors, self.b.checkpoint.tensors
+        moved = renumber.pairs(self.a, self.b)
+        inside = tuple(f"{path}." for path in moved)
         same = {
             name
             for name, tensor in ours.items()
-            if (other := theirs.get(name)) is not None and tensor.dtype == other.dtype and tensor.shape == other.shape
+            if (other := theirs.get(name)) is not None
+            and tensor.dtype == other.dtype
+            and tensor.shape == other.shape
+            and not (inside and name.startswith(inside))
         }
         if len(same) < max(len(ours), len(theirs)):
             old, new = quantised(self.a), quantised(self.b)
@@ -63,8 +71,24 @@ class Pairing:
             same.difference_update(m for unit in (*old.values(), *new.values()) for m in unit.members)
             self.old = units(self.a.checkpoint, (n for n in ours if n not in same), old)
             self.new = units(self.b.checkpoint, (n for n in theirs if n not in same), new)
+            for path, layers in moved.items():
+                self._renumber(path, layers)
             self._take([(unit, self.new[name]) for name, unit in self.old.items() if name in self.new])
         self.same.update(ours[name].dtype for name in same)
+
+    def _renumber(self, path: str, layers: Mapping[int, int]) -> None:
+        """Pairs of layers under `path`, by their numbers in A and in B."""
+        kept: list[tuple[Unit, Unit]] = []
+        changed: list[tuple[Unit, Unit]] = []
+        for i, j in layers.items():
+            start, end = f"{path}.{i}.", f"{path}.{j}."
+            for rest in self.a.layers[path].members[i]:
+                if start + rest in self.old and end + rest in self.new:
+                    (kept if i == j else changed).append((self.old[start + rest], self.new[end + rest]))
+        self._take(kept)
+        moved = {i: j for i, j in layers.items() if i != j}
+        text = f"layers {numbers(moved)} of `{printable(path)}` as {numbers(moved.values())}"
+        self.renamed["layers", text] += self._take(changed)
 
     def _take(self, pairs: Iterable[tuple[Unit, Unit]]) -> list[Link]:
         """Pairs leave what is without a partner. What is quantised alike is paired tensor by tensor."""

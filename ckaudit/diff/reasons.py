@@ -13,6 +13,7 @@ from ckaudit.checks.facts import DRAFT, DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Fac
 from ckaudit.checks.layout import numbers
 from ckaudit.checks.names import HARMLESS
 from ckaudit.checks.ties import flags
+from ckaudit.diff.renumber import renumbered
 from ckaudit.diff.units import Unit
 from ckaudit.naming import printable
 
@@ -43,7 +44,7 @@ class Reshaped(msgspec.Struct, frozen=True):
     text: str
 
 
-def one_sided(loose: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:
+def one_sided(loose: Mapping[str, Unit], here: Facts, there: Facts, *, removed: bool) -> Iterator[Reason]:
     """Reasons for units that `here` alone has, from the particular to the general; a unit is in one of them at most.
 
     `loose` are the units by their own names.
@@ -51,7 +52,8 @@ def one_sided(loose: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[
     left = dict(loose)
     if not left:
         return
-    for reason in (_buffers, _tied, _draft, _layers, _experts):
+    drafts = _draft_retired if removed else _draft
+    for reason in (_buffers, _tied, drafts, _layers, _experts):
         for found in reason(left, here, there):
             yield found
             for unit in found.units:
@@ -107,6 +109,15 @@ def _draft(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reas
         )
 
 
+def _draft_retired(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:
+    """A whole draft model that B's config does not announce any more."""
+    before, after = (sum(f.values(DRAFT_KEYS).values()) for f in (here, there))
+    if before and not after:
+        key = next(iter(here.values(DRAFT_KEYS)))
+        for found in _draft(left, here, there):
+            yield Reason("draft", f"{found.text}, as {key} (0 against {before}) says", found.units)
+
+
 def draft(facts: Facts) -> frozenset[str]:
     """The tensors of a draft model: by their names, or in numbered layers behind those that the config counts."""
     names = set(facts.matching(DRAFT))
@@ -123,16 +134,19 @@ def draft(facts: Facts) -> frozenset[str]:
 
 
 def _layers(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:
-    """The last layers of a stack, whole, where each config counts its own side's."""
+    """Layers of a stack, whole, where each config counts its own side's."""
     for path, stack in here.layers.items():
         other = there.layers.get(path)
         if other is None or stack.holes or other.holes or len(other.members) >= len(stack.members):
             continue
-        cut = range(len(other.members), len(stack.members))
+        cut = sorted(set(stack.indices) - set(renumbered(stack, other).values()))
         units = _inside(left, stack.names(*cut))
         changed = _changed(here, there, LAYER_KEYS, len(stack.members), len(other.members))
         if units and changed:
-            yield Reason("layers", f"layers {numbers(cut)} of `{printable(path)}`, as {changed} says", units)
+            which = f"layer{'s' if len(cut) > 1 else ''} {numbers(cut)} of `{printable(path)}`"
+            yield Reason(
+                "layers", f"{which} (or others just like {'them' if len(cut) > 1 else 'it'}), as {changed} says", units
+            )
 
 
 def _experts(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:

@@ -25,9 +25,12 @@ def within(pairing: Pairing, sizes: Sizes) -> Iterator[Change]:
         for one in group.old
         for other in group.new
     ]
-    yield from _quantised(pairing.pairs, parts, sizes)
+    told = list(_quantised(pairing.pairs, parts, sizes))
+    yield from told
     plain = [p for p in pairing.pairs if _plain(p)]
-    yield from _retyped(plain, [p for p in parts if _plain(p)], pairing.same, sizes)
+    lost = {n for change in told if change.rule is None for n in change.old}
+    casts, cast_parts = ([p for p in some if _plain(p) and p[0].name not in lost] for some in (plain, parts))
+    yield from _retyped(casts, cast_parts, pairing.same, sizes)
     differing = [p for p in plain if None not in (p[0].shape, p[1].shape) and p[0].shape != p[1].shape]
     yield from _reshaped(differing, pairing, sizes)
 
@@ -41,17 +44,22 @@ def _quantised(pairs: Sequence[Pair], parts: Sequence[Pair], sizes: Sizes) -> It
     groups: dict[str, list[Link]] = defaultdict(list)
     wrong: dict[str, list[Pair]] = defaultdict(list)
     lacking: dict[str, list[Link]] = defaultdict(list)
+    scaled = any(other.scheme is not None and _eight_bits(other) for _, other in pairs)
     for i, (one, other) in enumerate((*pairs, *parts)):
         if one.scheme == other.scheme:
+            if scaled and other.scheme is None and _eight_bits(other) and one.dtype in FLOATS:
+                lacking[f"quantised ({one.dtype} → {other.dtype}) without the scale that others have"].append(
+                    _link(one, other)
+                )
             continue
         text = f"{one.scheme or one.dtype or 'plain'} → {other.scheme or other.dtype or 'plain'}"
         weight, packed = (one, other) if one.scheme is None else (other, one)
         if other.lacks is not None:
-            lacking[f"quantised ({text}) without `{other.lacks}`"].append(Link(one.members, other.members))
+            lacking[f"quantised ({text}) without `{other.lacks}`"].append(_link(one, other))
         elif i < len(pairs) and weight.scheme is None and not fits(weight, packed):
             wrong[text].append((one, other))
         else:
-            groups[text].append(Link(one.members, other.members))
+            groups[text].append(_link(one, other))
     for text, links in groups.items():
         yield sizes.change("quantised", "quantised", text, links)
     for text, links in lacking.items():
@@ -64,6 +72,10 @@ def _quantised(pairs: Sequence[Pair], parts: Sequence[Pair], sizes: Sizes) -> It
         )  # fmt: skip
 
 
+def _eight_bits(unit: Unit) -> bool:
+    return unit.dtype is not None and unit.dtype.startswith("F8_")
+
+
 def _retyped(pairs: list[Pair], parts: list[Pair], same: Mapping[str | None, int], sizes: Sizes) -> Iterator[Change]:
     """Casts. One is explained where every tensor of a dtype took part in it, and most of the checkpoint did."""
     links: dict[tuple[str, str], list[Link]] = defaultdict(list)
@@ -73,11 +85,11 @@ def _retyped(pairs: list[Pair], parts: list[Pair], same: Mapping[str | None, int
         if None in (one.dtype, other.dtype):
             continue
         if one.dtype != other.dtype and HARMLESS.search(one.name):
-            quiet.append(Link(one.members, other.members))
+            quiet.append(_link(one, other))
             continue
         counts[one.dtype, other.dtype] += 1
         if one.dtype != other.dtype:
-            links[str(one.dtype), str(other.dtype)].append(Link(one.members, other.members))
+            links[str(one.dtype), str(other.dtype)].append(_link(one, other))
     if quiet:
         yield sizes.change("retyped", "buffer", "tables that every loader computes by itself", quiet)
     most = 2 * sum(n for (x, y), n in counts.items() if x != y) >= sum(counts.values())
@@ -128,7 +140,11 @@ def _how(pair: Pair) -> str:
 
 
 def _links(pairs: Iterable[Pair]) -> list[Link]:
-    return [Link(a.members, b.members) for a, b in pairs]
+    return [_link(a, b) for a, b in pairs]
+
+
+def _link(one: Unit, other: Unit) -> Link:
+    return Link(one.members, other.members)
 
 
 def _shape(unit: Unit) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from ckaudit.checkpoint import read_checkpoint
+from ckaudit.adapters import recognise
+from ckaudit.changes import Diff
+from ckaudit.checkpoint import Checkpoint, read_checkpoint
+from ckaudit.engines import EngineOptions, rules, select
 from ckaudit.findings import FailOn, Report, Skip, ordered
 from ckaudit.pipeline.stages import describe, side_by_side
+from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import open_source
 
@@ -24,7 +28,8 @@ def diff(
 
     Either is a target as for `audit`; two revisions of one repo are `org/name@one` and `org/name@other`. Differences that a rule
     explains (a rename, a layout, a cast, a tied head …) are in the section alone, every other one is a finding too; with `roundtrip`
-    every one is. Raises SourceError for a target that cannot be read.
+    every one is. Where names changed, engines are asked whether they have a place for the new ones: a rule book, and transformers where
+    that does not settle it. Raises SourceError for a target that cannot be read.
     """
     from ckaudit.checks import differences
     from ckaudit.diff import compare
@@ -38,6 +43,8 @@ def diff(
     )
     empty = [Skip("diff", f"{side}: {c.unaudited}") for side, c in (("A", a), ("B", b)) if c.unaudited is not None]
     found = None if empty else compare(a, b, roundtrip=roundtrip)
+    if found is not None and not roundtrip:
+        found = _placed(found, a, b, EngineOptions(offline=offline), progress)
     findings, skips = differences.run(found) if found is not None else ((), ())
     return Report(
         target=describe(b),
@@ -50,3 +57,17 @@ def diff(
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
     )
+
+
+def _placed(found: Diff, a: Checkpoint, b: Checkpoint, options: EngineOptions, progress: Progress) -> Diff:
+    """`found`, with what engines say of the names that B gave. The rule book is asked first: it answers in milliseconds."""
+    from ckaudit.diff import places
+
+    names = places.new_names(found)
+    plans: list[Plan] = []
+    for spec in (rules.default_spec(b), "transformers") if names and recognise(b) is None else ():
+        for engine in select(spec) if spec is not None else ():
+            plans.append(engine.plan(b, options, progress))
+            if places.without_place(plans[-1], names) == frozenset():
+                return places.placed(found, plans, a, b)
+    return places.placed(found, plans, a, b)

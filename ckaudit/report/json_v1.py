@@ -82,6 +82,7 @@ def _diff(report: findings.Report) -> v1.Diff | None:
                 to_count=len(set(c.new)),
                 from_bytes=c.old_bytes,
                 to_bytes=c.new_bytes,
+                engines=c.engines,
                 links=tuple(v1.Link(before=link.old, after=link.new) for link in c.links),
             )
             for c in found.changes

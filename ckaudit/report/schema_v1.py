@@ -223,6 +223,10 @@ class Change(msgspec.Struct, frozen=True):
     to_count: Annotated[Count, Meta(description="Tensors of the target.")]
     from_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
     to_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
+    engines: Annotated[
+        tuple[str, ...],
+        Meta(description="Engines that have a place for new names, or where rule is null, that have none; empty: not asked."),
+    ]
     links: Annotated[
         tuple[Link, ...],
         Meta(description="All of them, not folded; one side is empty where tensors were removed or added."),

@@ -81,6 +81,8 @@ def _why(change: Change, *, quiet: bool, verbose: bool) -> Text:
         said = Text(CHECK_OF[change.kind].id, style="bold red")
         return said.append(f"  {prose(change.text).plain}", style="not bold default") if quiet else said
     said = prose(change.text)
+    if change.engines:
+        said.append(f"  (loads: {', '.join(change.engines)})", style="dim")
     if verbose:
         said.append("\n").append_text(folded(change.new or change.old, verbose=True))
     return said
