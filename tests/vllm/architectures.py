@@ -123,11 +123,14 @@ def cut(config: Any, layers: int) -> dict[str, Any]:
 def saved(kind: Any, config: Any) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
     """What `save_pretrained` writes for a model of class `kind`: `config.json`, and the header that its file would have."""
     import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             model = kind._from_config(config, dtype=torch.bfloat16)
+        # As after `from_pretrained`: without this note, saving leaves prefixes off that every published file has (`vision_model.`).
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         with _headers_only() as header:
             model.save_pretrained(folder, max_shard_size="100TB")
         return json.loads((Path(folder) / "config.json").read_text("utf-8")), header

@@ -5,11 +5,13 @@ Kernels and quantisation methods are chosen by compute capability while layers a
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
@@ -54,9 +56,17 @@ def pretend(machine: Machine, devices: int = 8) -> None:
         cpu: Any = __import__("vllm.platforms.cpu", fromlist=["CpuPlatform"])
         platforms._current_platform = cpu.CpuPlatform()
         return
-    stubs.with_kernels()
+    stubs.with_kernels(stubs.bundled(_wheel_files()))
     _pretend_torch_cuda(machine, devices)
     platforms._current_platform = _cuda(machine, devices, interface)()
+
+
+def _wheel_files() -> list[PurePosixPath]:
+    """What the release's wheel listed; nothing for a source checkout."""
+    try:
+        return list(importlib.metadata.files("vllm") or ())
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _cuda(machine: Machine, devices: int, interface: Any) -> Any:

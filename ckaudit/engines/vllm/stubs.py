@@ -12,8 +12,9 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 NOT_NEEDED = ("entrypoints", "renderers", "parser", "reasoning", "tool_parsers", "benchmarks", "profiler")
@@ -143,10 +144,16 @@ class _First(_Finder):
 
 
 class _Kernels(_Finder):
-    """Triton, as part of a pretended GPU: vLLM chooses backends by whether it is there. Kernels are defined with it, never run."""
+    """Triton and the kernel libraries that a wheel brings along, as part of a pretended GPU: vLLM chooses backends by whether they are
+    there, and refuses some layers without. Kernels are defined with them, never run.
+    """
+
+    def __init__(self, bundled: Collection[str]) -> None:
+        self._heads = ("triton", *bundled)
 
     def answers(self, name: str) -> bool:
-        return name.partition(".")[0] == "triton" and _importer(probes=True).startswith(("vllm", "triton", __name__))
+        held = any(name == head or name.startswith(f"{head}.") for head in self._heads)
+        return held and _importer(probes=True).startswith(("vllm", "triton", __name__))
 
     def exec_module(self, module: types.ModuleType) -> None:
         members: dict[str, Any] = _TRITON.get(module.__name__, {})
@@ -209,10 +216,17 @@ def install() -> None:
         sys.meta_path.append(_Last())
 
 
-def with_kernels() -> None:
-    """From now on vLLM finds Triton."""
+def with_kernels(bundled: Collection[str] = ()) -> None:
+    """From now on vLLM finds Triton, and the packages `bundled`."""
     if not any(isinstance(finder, _Kernels) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Kernels())
+        sys.meta_path.insert(0, _Kernels(bundled))
+
+
+def bundled(files: Iterable[PurePath]) -> frozenset[str]:
+    """The packages under `vllm.third_party` that have a compiled part, by the files that a wheel lists: on the machine that it was built
+    for they can be imported, here not."""
+    compiled = [path for path in files if path.suffix == ".so" and path.parts[:2] == ("vllm", "third_party")]
+    return frozenset(".".join(path.parts[:3]) for path in compiled if len(path.parts) > 3)
 
 
 def names() -> list[str]:
