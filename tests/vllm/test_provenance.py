@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckaudit.engines.vllm.provenance import Provenance, Result  # noqa: E402
+from ckaudit.engines.vllm.coverage import Result  # noqa: E402
+from ckaudit.engines.vllm.provenance import Provenance  # noqa: E402
 
 nn = torch.nn
 

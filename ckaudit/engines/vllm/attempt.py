@@ -12,8 +12,9 @@ import torch
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm import platform, stubs
+from ckaudit.engines.vllm.coverage import Result
 from ckaudit.engines.vllm.files import Shards, dtype_of
-from ckaudit.engines.vllm.provenance import Provenance, Result
+from ckaudit.engines.vllm.provenance import Provenance
 from ckaudit.engines.vllm.rulewatch import RuleWatch
 from ckaudit.engines.vllm.values import NoValues
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckaudit.engines.vllm.provenance import ParameterCoverage
+from ckaudit.engines.vllm.coverage import ParameterCoverage
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.(inv_freq|cos_cached|sin_cached)$|\.(attn\.)?masked_bias$")
 _KV_SCALE = re.compile(r"\.(attn|attention|mla_attn|self_attn)?\.?(_?[qkv]|prob)(_scale|_zero_point)$|_[qkv]_scale$")

@@ -10,10 +10,10 @@ import msgspec
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
+from ckaudit.engines.vllm.coverage import ParameterCoverage
 from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story
 from ckaudit.engines.vllm.files import SAFETENSORS
-from ckaudit.engines.vllm.provenance import ParameterCoverage
 from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
 _MESSAGE = 400

@@ -1,4 +1,4 @@
-"""Watch a loader run on tensors without data, and say which elements went where.
+"""Watch a loader run on tensors without data, and keep which elements went where.
 
 `Provenance` is a torch dispatch mode: while it is active every operation passes through it, whatever Python code called it, so a write
 cannot be missed by its spelling. Each storage keeps an append-only log of its writes; at the end the logs are followed back from the
@@ -7,56 +7,28 @@ tensors that the model then holds (a parameter may have been replaced, or pointe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckaudit.engines.vllm import ops
+from ckaudit.engines.vllm import ops, shard_ids
+from ckaudit.engines.vllm.coverage import Held, Result, cover
 from ckaudit.engines.vllm.hooks import hooked
 from ckaudit.engines.vllm.record import Mode, Record, Source, Write
-from ckaudit.engines.vllm.strided import Address, Inexpressible, Piece, injective, tidy, union_bytes
-from ckaudit.engines.vllm.trace import Leaf, Lost, Tally, Tracer
+from ckaudit.engines.vllm.storages import Storages, address, joint
+from ckaudit.engines.vllm.strided import injective
+from ckaudit.engines.vllm.trace import Tracer
 from ckaudit.engines.vllm.values import NoValues, Values
+from ckaudit.engines.vllm.views import Views
 
 Read = Callable[[str], bytes]
 
-_SHARD_ARGUMENTS = frozenset(("loaded_shard_id", "shard_id", "expert_id"))
 _ZEROS = "zeros"
-_FRAMES = 12  # how far up a write looks for the loader that says which shard it is
-
-
-class ParameterCoverage(NamedTuple):
-    """How the elements of one parameter came about. `unknown` elements may or may not hold checkpoint data."""
-
-    elements: int
-    loaded: int
-    constant: int
-    unknown: int
-    sources: tuple[str, ...]
-    lost: tuple[Lost, ...]
-    casts: tuple[tuple[str, str, str], ...]
-    """Checkpoint tensor, its dtype, and the dtype of another kind that it became."""
-    broadcast: tuple[str, ...]
-    """Checkpoint tensors that filled more elements than they have."""
-
-
-class TensorCoverage(NamedTuple):
-    """How much of one checkpoint tensor lives in the model: `read` elements of `elements`, None when that cannot be told."""
-
-    elements: int
-    read: int | None
-    into: tuple[str, ...]
-
-
-class Result(NamedTuple):
-    parameters: dict[str, ParameterCoverage]
-    tensors: dict[str, TensorCoverage]
-
-
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_LIFT = torch.ops.aten.lift_fresh.default
 _KINDS = (("float8", "float8"), ("float4", "float4"), ("float", "float"), ("bfloat", "float"), ("complex", "complex"),
           ("bool", "bool"))  # fmt: skip
 
@@ -72,23 +44,21 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, read: Read | None = None) -> None:
         super().__init__()
-        self._records: dict[int, Record] = {}
+        self._storages = Storages()
         self._handlers: dict[Any, ops.Handler] = {}
-        self._watched: dict[str, torch.Tensor] = {}
         self._owners: dict[int, str] = {}
         self._former: dict[str, list[Record]] = {}
         self._yielded: dict[str, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []  # held, so that an id is not given to another tensor
         self._scalars: dict[Any, tuple[str, ...]] = {}
         self._tracer = Tracer()
-        self._making = False
-        self._views: set[Any] = set()
-        self._values = Values(self._record, read)
+        self._values = Values(self._storages.of, read)
         self.zeros: set[str] = set()
         """What is watched and was made as zeros."""
         self.shards: dict[str, str] = {}
         """By checkpoint tensor: the part of a fused parameter that the loader says it is (`q`, `0`, `expert 3 w1`)."""
-        self._hooks: AbstractContextManager[None] = nullcontext()
+        self._views = Views()
+        self._around = ExitStack()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -98,78 +68,59 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter or buffer of the model, before loading. A storage that two names share is one storage."""
-        record = self._record(tensor)
+        record = self._storages.of(tensor)
         if record.kind != "parameter":
             if record.name == _ZEROS and not record.log:
                 self.zeros.add(name)
             record.kind, record.name = "parameter", name
             record.log.clear()  # how the constructor filled it is not loading
             self._tracer = Tracer()
-        self._watched[name] = tensor
         self._former[name] = [record]
         self._owners[id(tensor)] = name
+        self._kept.append(tensor)
 
     def yielded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A checkpoint tensor that is about to be given to the loader (again, under another name, is a new tensor)."""
-        self._records[tensor.untyped_storage()._cdata] = self._make("tensor", name, tensor)
+        self._storages.make("tensor", name, tensor)
         self._yielded[name] = tensor
         return tensor
 
     def give(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
         """A new checkpoint tensor without data."""
-        self._making = True
-        try:
+        with torch._C._DisableTorchDispatch():  # this one is not of the loader's making
             return self.yielded(name, torch.empty(shape, dtype=dtype, device="meta"))
-        finally:
-            self._making = False
 
     def __enter__(self) -> Any:
-        self._hooks = hooked(self)
-        self._hooks.__enter__()
+        self._around.enter_context(hooked(self))
+        self._around.enter_context(self._views)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._hooks.__exit__(*exc)
-
-    def _make(self, kind: Any, name: str, tensor: torch.Tensor) -> Record:
-        storage = tensor.untyped_storage()
-        return Record(kind, name, storage.nbytes(), str(tensor.dtype).removeprefix("torch."), storage)
-
-    def _record(self, tensor: torch.Tensor) -> Record:
-        """The record of a tensor's storage; one never seen before was made by the engine and holds constants."""
-        key = tensor.untyped_storage()._cdata
-        found = self._records.get(key)
-        if found is None:
-            found = self._records[key] = self._make("constant", "", tensor)
-        return found
+        self._around.close()
 
     # -- what happens
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in self._views or self._making:
-            return func(*args, **kwargs)
         handler = self._handlers.get(func)
         if handler is None:
-            handler = self._handlers[func] = ops.handler(func)
-            if func.is_view and not func._schema.is_mutable and func is not torch.ops.aten.lift_fresh.default:
-                self._views.add(func)
+            if self._views.pass_by(func):
                 return func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
+            handler = self._handlers[func] = ops.handler(func)
+        if func is _LIFT:
             return self._lifted(args[0]) if args[0].device.type != "meta" else args[0]
+        if func is _ITEM and args[0].device.type == "meta":
+            return self._scalar(args[0])
         return self._run(func, handler, args, kwargs)
 
     def _run(self, func: Any, handler: ops.Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = func._schema.name
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
-            return self._scalar(args[0])
-        args, kwargs = self._on_meta(args), self._on_meta(kwargs)
         given = ops.tensors(args) + ops.tensors(kwargs)
-        if (not given and "device" in kwargs) or (
-            kwargs.get("device") is not None and any(t.device.type == "meta" for t in given)
-        ):
+        if not all(t.is_meta for t in given):
+            args, kwargs = self._on_meta(args), self._on_meta(kwargs)
+            given = ops.tensors(args) + ops.tensors(kwargs)
+        if "device" in kwargs and (not given or kwargs["device"] is not None):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
@@ -178,23 +129,19 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
             out = func(*args, **kwargs)
         except NotImplementedError:
             out = self._values.instead(func, args, kwargs)
-        results = ops.tensors(out)
-        if "empty" in name and not func._schema.is_mutable:
-            for result in results:
-                self._records[result.untyped_storage()._cdata] = self._make("unwritten", "", result)
+        name, mutable = func._schema.name, func._schema.is_mutable
+        if "empty" in name and not mutable:
+            for result in ops.tensors(out):
+                self._storages.make("unwritten", "", result)
         elif name.endswith("zeros"):
-            for result in results:
-                self._records[result.untyped_storage()._cdata] = self._make("constant", _ZEROS, result)
-        elif self._concerns(given, func):
+            for result in ops.tensors(out):
+                self._storages.make("constant", _ZEROS, result)
+        elif (mutable and given) or any(
+            t in self._storages for t in given
+        ):  # else nothing that a log must know happened
             handler(self, args, kwargs, out)
         self._values.after(func, args, kwargs, out, versions)
         return out
-
-    def _concerns(self, given: Sequence[torch.Tensor], func: Any) -> bool:
-        """Whether anything that the logs must know can have happened."""
-        if any(t.untyped_storage()._cdata in self._records for t in given):
-            return True
-        return bool(func._schema.is_mutable and given)
 
     def _on_meta(self, values: Any) -> Any:
         """The arguments, real tensors replaced by meta tensors whose values are known (torch refuses to mix them)."""
@@ -209,7 +156,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
     def _lifted(self, real: torch.Tensor) -> torch.Tensor:
         """A meta tensor in place of a real one, its values kept."""
         meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        self._record(meta)
+        self._storages.of(meta)
         self._values.real(meta, real)
         return meta
 
@@ -217,7 +164,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         """`.item()`: the real value, asked of the checkpoint where it is one of its own."""
         real = self._values.of(tensor)
         value = real.item()
-        record = self._record(tensor)
+        record = self._storages.of(tensor)
         names = self._tracer.names(record, len(record.log))
         if names:
             self._scalars[value] = names
@@ -230,92 +177,70 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """The checkpoint tensor that this tensor is a view of, or was made of alone."""
-        record = self._records.get(tensor.untyped_storage()._cdata)
+        record = self._storages.known(tensor)
         if record is None or record.kind == "parameter":
             return None
+        if record.kind == "tensor" and not record.log:
+            return record.name
         names = self._tracer.names(record, len(record.log))
         return names[0] if len(names) == 1 else None
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
         """The parameter that this tensor is a view of."""
-        record = self._records.get(tensor.untyped_storage()._cdata)
+        record = self._storages.known(tensor)
         return record.name if record is not None and record.kind == "parameter" else None
 
     def listed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The real values of a tensor that is about to be read as a list. Raises NoValues."""
         return self._values.of(tensor)
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """A parameter is now another tensor, or has its data."""
         name = self._owners.get(id(old))
         if name is not None:
-            self._former[name].append(self._record(new))
+            self._former[name].append(self._storages.of(new))
             self._owners[id(new)] = name
             self._kept.append(new)
 
     # -- what handlers report
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real content of a small tensor, if it can be known."""
         try:
             return self._values.of(tensor)
         except NoValues:
             return None
 
     def constant(self, dest: torch.Tensor, scalars: Sequence[Any] = ()) -> None:
+        """`dest` was filled with something that no tensor holds, or with a number that `.item()` gave."""
         names = next((self._scalars[s] for s in scalars if isinstance(s, int | float) and s in self._scalars), ())
         held = [self._yielded[n] for n in names if n in self._yielded]
         self.write("mixed" if held else "copy", dest, held)
 
     def write(self, mode: Mode, dest: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        record = self._record(dest)
-        shape = tuple(dest.shape)
-        place = _address(dest)
+        """`sources` went into `dest`; for the mode `copy` they are broadcast to its shape."""
+        record = self._storages.of(dest)
         if mode == "copy" and record.kind == "constant" and not record.log and not sources:
             return
-        if mode != "unknown" and not injective(Piece(shape, (place,))):
-            mode = "unknown"
-        found = []
-        for tensor in sources:
-            if mode == "copy" and tuple(tensor.shape) != shape:
-                tensor = tensor.expand(shape)
-            known = self._record(tensor)
-            if known.kind == "constant" and not known.log:
-                continue
-            found.append(Source(known, len(known.log), tuple(tensor.shape), _address(tensor)))
-        cast = self._cast(dest, sources) if found else None
-        at = (place, *(s.at for s in found)) if mode == "copy" else (place,)
-        piece = Piece(shape, at)
+        if mode == "copy":
+            sources = [s if s.shape == dest.shape else s.expand(dest.shape) for s in sources]
+        known = [(tensor, self._storages.of(tensor)) for tensor in sources]
+        known = [(tensor, k) for tensor, k in known if k.kind != "constant" or k.log]
+        piece = joint([dest, *(tensor for tensor, _ in known)] if mode == "copy" else [dest])
+        if not all(piece.sizes):
+            return
+        if mode != "unknown" and not injective(piece):
+            mode, piece = "unknown", joint([dest])
+        found = tuple(Source(k, len(k.log), tuple(tensor.shape), address(tensor)) for tensor, k in known)
+        cast = _cast(dest, sources) if found else None
         if record.kind == "parameter":
             self._note_shard(found)
-        if all(piece.sizes):
-            record.log.append(Write(mode, tidy(piece), tuple(found), cast))
+        record.log.append(Write(mode, piece, found, cast))
 
     def _note_shard(self, sources: Sequence[Source]) -> None:
-        """Which part of a fused parameter the loader says it is writing: the shard and expert ids of the frames that do it."""
         name = next((s.record.name for s in sources if s.record.kind == "tensor"), None)
-        if name is None or name in self.shards:
-            return
-        frame: Any = sys._getframe(1)
-        shard = expert = None
-        for _ in range(_FRAMES):
-            frame = frame.f_back
-            if frame is None or name in self.shards:
-                break
-            # Only what a loader was called with: `load_weights` has loop variables of the same names, left from another weight.
-            code = frame.f_code
-            named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            local = frame.f_locals if _SHARD_ARGUMENTS.intersection(named) else {}
-            shard = shard if shard is not None else local.get("loaded_shard_id", local.get("shard_id"))
-            expert = expert if expert is not None else local.get("expert_id")
-        if isinstance(shard, str | int | tuple):
-            text = f"{shard[0]}-{shard[-1]}" if isinstance(shard, tuple) and shard else str(shard)
-            self.shards[name] = f"expert {expert} {text}" if isinstance(expert, int) else text
-        elif isinstance(expert, int):
-            self.shards[name] = f"expert {expert}"
-
-    def _cast(self, dest: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[str, str] | None:
-        for tensor in sources:
-            if tensor.dtype != dest.dtype and kind_of(tensor.dtype) != kind_of(dest.dtype):
-                return str(tensor.dtype).removeprefix("torch."), str(dest.dtype).removeprefix("torch.")
-        return None
+        if name is not None and name not in self.shards and (shard := shard_ids.spoken()) is not None:
+            self.shards[name] = shard
 
     # -- what came of it
 
@@ -324,88 +249,12 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
     ) -> Result:
         """Coverage of every parameter that `model` now holds, and of every checkpoint tensor that was yielded. What is held `beside` a
         parameter, under its name, counts for the checkpoint tensors alone."""
-        reads: dict[str, list[Piece] | None] = {name: [] for name in self._yielded}
-        into: dict[str, dict[str, None]] = {name: {} for name in self._yielded}
-        parameters = {}
-        for name, tensor in model:
-            parameters[name] = self._parameter(name, tensor, reads, into)
-        for name, tensor in beside:
-            self._parameter(name, tensor, reads, into)
-        tensors = {}
-        for name, tensor in self._yielded.items():
-            places = reads[name]
-            count = tensor.numel()
-            read = None if places is None else _elements(places, tensor)
-            tensors[name] = TensorCoverage(count, read, tuple(into[name]))
-        return Result(parameters, tensors)
-
-    def _parameter(self, name: str, tensor: torch.Tensor, reads: dict[str, list[Piece] | None],
-                   into: dict[str, dict[str, None]]) -> ParameterCoverage:  # fmt: skip
-        record, item = self._record(tensor), tensor.element_size()
-        tally = Tally()
-        order: dict[str, None] = {}
-        casts: dict[tuple[str, str, str], None] = {}
-        broadcast: dict[str, None] = {}
-        try:
-            for leaf in self._leaves(record, tensor):
-                tally.add(leaf)
-                if leaf.record is None or leaf.record.kind != "tensor":
-                    continue
-                source = leaf.record.name
-                order[source] = None
-                into.setdefault(source, {})[name] = None
-                _note_read(reads, source, leaf)
-                if leaf.cast:
-                    casts[(source, *leaf.cast)] = None
-                if leaf.broadcast:
-                    broadcast[source] = None
-            loaded, constant = tally.bytes("tensor") // item, tally.bytes("constant") // item
-            unsure = tally.known_bytes(("tensor", "unknown")) // item - loaded if "unknown" in tally.places else 0
-            lost = tuple(self._lost(name, record))
-        except Inexpressible:
-            names = self._tracer.names(record, len(record.log))
-            for source in names:
-                reads[source] = None
-                into.setdefault(source, {})[name] = None
-            return ParameterCoverage(tensor.numel(), 0, 0, tensor.numel(), names, (), (), ())
-        return ParameterCoverage(tensor.numel(), loaded, min(constant, tensor.numel() - loaded), unsure, tuple(order), lost,
-                                 tuple(casts), tuple(broadcast))  # fmt: skip
-
-    def _leaves(self, record: Record, tensor: torch.Tensor) -> Iterable[Leaf]:
-        address = _address(tensor)
-        piece = Piece(tuple(tensor.shape), (address, address))
-        if not all(piece.sizes):
-            return ()
-        return self._tracer.leaves(record, len(record.log), tidy(piece))
-
-    def _lost(self, name: str, record: Record) -> Iterable[Lost]:
-        yield from self._tracer.lost(record)
-        kept = self._tracer.names(record, len(record.log))
-        for former in self._former.get(name, []):
-            gone = tuple(n for n in self._tracer.names(former, len(former.log)) if n not in kept)
-            if former is not record and gone:
-                yield Lost(gone, kept)
+        return cover(Held(model, beside), self._yielded, self._former, self._storages, self._tracer)
 
 
-def _address(tensor: torch.Tensor) -> Address:
-    item = tensor.element_size()
-    return Address(tensor.storage_offset() * item, tuple(s * item for s in tensor.stride()), item)
-
-
-def _note_read(reads: dict[str, list[Piece] | None], source: str, leaf: Leaf) -> None:
-    held = reads.setdefault(source, [])
-    if leaf.read is None:
-        reads[source] = None
-    elif held is not None:
-        held.append(leaf.read)
-
-
-def _elements(places: list[Piece], tensor: torch.Tensor) -> int | None:
-    """Elements of a checkpoint tensor in the union of the places read; None if that cannot be told."""
-    item: int = tensor.element_size()
-    if len(places) == 1:
-        return places[0].elements * places[0].at[0].item // item
-    try:
-        return union_bytes(places) // item
-    except Inexpressible:
-        return None
+def _cast(dest: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+    """The dtypes read and written, where they are of different kinds."""
+    for tensor in sources:
+        if tensor.dtype != dest.dtype and kind_of(tensor.dtype) != kind_of(dest.dtype):
+            return str(tensor.dtype).removeprefix("torch."), str(dest.dtype).removeprefix("torch.")
+    return None

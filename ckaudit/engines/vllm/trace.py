@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ckaudit.engines.vllm.cutting import cut, union_bytes
 from ckaudit.engines.vllm.record import Kind, Record, Source, Write
-from ckaudit.engines.vllm.strided import Address, Inexpressible, Piece, cut, disjoint, flat, span, tidy, union_bytes
+from ckaudit.engines.vllm.strided import Piece, flat, span
 
 
 class Leaf(NamedTuple):
@@ -217,6 +218,3 @@ class Tally:
     def known_bytes(self, kinds: Iterable[str]) -> int:
         """Bytes of the place that leaves of any of these kinds explain, each byte once."""
         return union_bytes(p for kind in kinds for p in (flat(q, 0) for q in self.places.get(kind, [])))
-
-
-__all__ = ["Address", "Inexpressible", "Leaf", "Live", "Lost", "Tally", "Tracer", "disjoint", "tidy"]
