@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ckaudit.adapters import recognise
 from ckaudit.adapters.base import Base
+from ckaudit.adapters.binding import bind_all
 from ckaudit.adapters.dialects import read
 from ckaudit.checks import adapters as checks
 from ckaudit.cli import app
@@ -475,6 +476,74 @@ class TestConfiguration:
         on = base(stored)
         found = report(adapter(lora(attention()), CONFIG | more), on, vllm(on, fused(stored), release=release)).findings
         assert [f.check for f in found] == ([check] if check else [])
+
+    def test_what_vllm_has_not_is_no_error_for_an_adapter_that_peft_takes(self) -> None:
+        """Unless somebody asked for that engine by name; and one that PEFT does not take either is as wrong as before."""
+        stored = weights(*attention(parts="qkv"))
+        on = base(stored)
+        dora: Entries = lora(attention()) | {f"{ROOT}{m}.lora_magnitude_vector": ("F32", [8]) for m in attention()}
+        found = adapter(dora, CONFIG | {"use_dora": True})
+        bindings = bind_all(found, on, (peft(on), vllm(on, fused(stored))))
+        for asked, severity in ((True, "error"), (False, "warning")):
+            (finding,), _ = checks.run(found, on, bindings, asked=asked)
+            assert (finding.check, finding.severity, finding.blame) == ("CK910", severity, "engine")
+        elsewhere = base(weights(*attention("other.", parts="qkv")))
+        bindings = bind_all(
+            found, elsewhere, (peft(elsewhere), vllm(elsewhere, fused(weights(*attention("other.", parts="qkv")))))
+        )
+        assert {f.severity for f in checks.run(found, elsewhere, bindings, asked=False)[0]} == {"error"}
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("init_lora_weights", "pissa"),
+            ("alora_invocation_tokens", [1]),
+            ("layer_replication", [[0, 2]]),
+            ("use_qalora", True),
+        ],
+    )
+    def test_what_changes_the_adapter_is_passed_over_and_later_refused(self, key: str, value: object) -> None:
+        stored = weights(*attention(parts="qkv"))
+        on = base(stored)
+        for release, severity in (("0.31.0", "warning"), ("0.32.0", "error")):
+            plan = vllm(on, fused(stored), release=release)
+            assert told(adapter(lora(attention()), CONFIG | {key: value}), on, plan) == [
+                ("CK910", severity, "engine", 0)
+            ]
+        assert (
+            told(adapter(lora(attention()), CONFIG | {key: None}), on, vllm(on, fused(stored), release="0.33.0")) == []
+        )
+
+    def test_another_method_is_refused_once(self) -> None:
+        """By its settings, before its names are looked at; and by its names where the settings pass."""
+        stored = weights(*attention(parts="qkv"))
+        on = base(stored)
+        names: Entries = {f"{ROOT}{m}.hada_w1_a": ("F32", [8, 4]) for m in attention()}
+        other = {k: v for k, v in CONFIG.items() if k != "lora_alpha"} | {"peft_type": "LOHA"}
+        assert told(adapter(names, other), on, vllm(on, fused(stored))) == [("CK910", "error", "engine", 0)]
+        assert told(adapter(names, CONFIG | {"peft_type": "LOHA"}), on, vllm(on, fused(stored))) == [
+            ("CK904", "error", "engine", 4)
+        ]
+
+    def test_alpha_is_missing(self) -> None:
+        stored = weights(*attention(parts="qkv"))
+        on = base(stored)
+        found = adapter(lora(attention()), {k: v for k, v in CONFIG.items() if k != "lora_alpha"})
+        assert told(found, on, vllm(on, fused(stored))) == [("CK910", "error", "config", 0)]
+        assert told(found, on, peft(on)) == []  # PEFT has a default
+
+    def test_an_embedding_that_is_adapted(self) -> None:
+        """PEFT saves it whole beside its factors; vLLM passes over that tensor."""
+        stored = [*weights(*attention(parts="qkv")), "lm_head.weight"]
+        on = base(stored)
+        names: Entries = lora([*attention(), "lm_head"]) | {f"{ROOT}lm_head.base_layer.weight": ("F32", [8, 8])}
+        config = CONFIG | {"target_modules": ["q_proj", "v_proj", "lm_head"]}
+        assert (
+            told(
+                adapter(names, config), on, vllm(on, fused(stored[:-1]) | {"lm_head.weight": ("lm_head.weight", None)})
+            )
+            == []
+        )
 
     def test_no_configuration(self) -> None:
         on = base(weights(*attention()))

@@ -14,7 +14,22 @@ pytest.importorskip("peft", reason="peft is not installed (it is in the extra `d
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import transformers  # noqa: E402
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft import (  # noqa: E402
+    AdaLoraConfig,
+    FourierFTConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import save_file  # noqa: E402
 
 from ckaudit.adapters import recognise  # noqa: E402
@@ -152,6 +167,42 @@ def test_what_peft_saves_is_clean_and_binds_whole(
     assert error is None
     assert served == theirs(tmp_path, MODELS[kind]())
     assert served
+
+
+QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+SQUARE: dict[str, Any] = QV | {"target_modules": ["q_proj"]}
+OTHERS: dict[str, tuple[Callable[[], Any], int]] = {
+    "loha": (lambda: LoHaConfig(r=4, **QV), 4), "lokr": (lambda: LoKrConfig(r=4, **QV), 4), "vera": (lambda: VeraConfig(r=4, **SQUARE), 2),
+    "oft": (lambda: OFTConfig(r=0, oft_block_size=4, **QV), 4), "fourier": (lambda: FourierFTConfig(n_frequency=10, **QV), 4),
+    "vblora": (lambda: VBLoRAConfig(r=4, num_vectors=8, vector_length=8, topk=2, **QV), 4),
+    "ia3": (lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"), 4),
+    "adalora": (lambda: AdaLoraConfig(init_r=4, target_r=2, total_step=10, **QV), 4),
+    "layer norms": (lambda: LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM"), 3),
+    "some tokens": (lambda: TrainableTokensConfig(token_indices=[1, 2], task_type="CAUSAL_LM"), 1),
+    "some tokens beside": (lambda: LoraConfig(r=4, trainable_token_indices=[1, 2], **QV), 5),
+}  # fmt: skip
+"""Other methods than LoRA, with the number of modules that each adapts in a model of two layers."""
+
+
+@pytest.mark.parametrize(("config", "modules"), OTHERS.values(), ids=OTHERS)
+def test_other_methods_bind_as_peft_saved_them(
+    config: Callable[[], Any], modules: int, laid: Callable[[str], tuple[Base, Plan]], tmp_path: Path
+) -> None:
+    get_peft_model(MODELS["llama"](), config()).save_pretrained(tmp_path)
+    served, found, error = ours(tmp_path, *laid("llama"))
+    assert (len(served), found, error) == (modules, [], None)
+
+
+def test_a_method_that_adapts_no_module_is_not_judged(laid: Callable[[str], tuple[Base, Plan]], tmp_path: Path) -> None:
+    get_peft_model(MODELS["llama"](), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).save_pretrained(
+        tmp_path
+    )
+    found = recognise(read_checkpoint(open_source(str(tmp_path))))
+    assert found is not None
+    base, plan = laid("llama")
+    (first, *_) = bind_all(found, base, [plan])
+    assert first.plan.verdict == "not_judged"
+    assert "PROMPT_TUNING" in (first.plan.not_judged or "")
 
 
 LAYERS = range(2)

@@ -35,7 +35,7 @@ class Unit(msgspec.Struct, frozen=True):
     @property
     def adapts(self) -> bool:
         """Whether it changes a module, rather than replacing a tensor of it."""
-        return any(p.role not in ("full", "alpha") for p in self.parts)
+        return any(p.role not in ("full", "alpha", "shared") for p in self.parts)
 
     @property
     def path(self) -> str:

@@ -15,6 +15,7 @@ from ckaudit.adapters.outcome import Outcome as Outcome
 from ckaudit.adapters.outcome import State
 from ckaudit.adapters.shapes import Fault, alone, on_base
 from ckaudit.adapters.surface import Surface, of_checkpoint, of_fused, of_plan, union
+from ckaudit.naming import printable
 from ckaudit.plan import NameFate, Plan
 
 Kind = Literal["peft", "vllm", "names"]
@@ -43,13 +44,16 @@ def bind(adapter: Adapter, base: Base, plan: Plan) -> Binding:
     """`adapter` on the model that the engine of `plan` makes of the base."""
     kind: Kind = "peft" if plan.engine == "transformers" else "vllm"
     reason = plan.not_judged or ("the engine names no parameter of the base" if not plan.parameters else None)
+    reason = f"of the base: {reason}" if reason else None
+    if kind != "vllm" or not vllm.refused(adapter.config, plan):
+        reason = reason or nothing_to_bind(adapter)
     if reason is not None:
         empty = Plan(
             id=plan.id,
             engine=plan.engine,
             release=plan.release,
             method=plan.method,
-            not_judged=f"of the base: {reason}",
+            not_judged=reason,
         )
         return Binding(plan=empty, kind=kind, of_base=plan)
     if kind == "peft":
@@ -69,12 +73,21 @@ def bind_by_name(adapter: Adapter, base: Base) -> Binding:
     parts = {**whole, **base.components}
     surfaces = {name: of_checkpoint(c, files.diffusion_root(c)) for name, c in parts.items()}
     plan = Plan(id=BY_NAME, engine=BY_NAME, release=None, method="rules")
-    if not any(s.modules for s in surfaces.values()):
-        why = base.checkpoint.unaudited or "no tensor name of the base can be read"
-        return Binding(plan=replace(plan, not_judged=f"of the base: {why}"), kind="names")
+    why = nothing_to_bind(adapter)
+    if why is None and not any(s.modules for s in surfaces.values()):
+        why = f"of the base: {base.checkpoint.unaudited or 'no tensor name of it can be read'}"
+    if why is not None:
+        return Binding(plan=replace(plan, not_judged=why), kind="names")
     outcomes = tuple(files.look(adapter, base, surfaces, unit) for unit in adapter.modules)
     surface = union(surfaces)
     return _told(adapter, plan, "names", surface, outcomes)
+
+
+def nothing_to_bind(adapter: Adapter) -> str | None:
+    """Why an adapter with tensors has none that belongs to a module of the base; None where one does."""
+    if adapter.modules or adapter.replaced or not adapter.checkpoint.tensors:
+        return None
+    return f"an adapter of the method {printable(adapter.method)}, of which no tensor belongs to a module of the base that is known"
 
 
 def _told(
@@ -106,7 +119,7 @@ def _plan(adapter: Adapter, plan: Plan, surface: Surface, outcomes: tuple[Outcom
         raised = [*(f"ValueError: {text}" for text in vllm.refused(adapter.config, plan)), *raised]
     for unit in adapter.units:
         for part in unit.parts if not unit.adapts else ():
-            held = surface.holds(unit.path) or kind == "vllm"
+            held = surface.holds(unit.path) or kind == "vllm" or part.role == "shared"
             why = None if held else head_of_task(adapter)
             fates[part.name] = NameFate(part.name, "loaded" if held else "unmatched", unit.path, by_design=why)
     for name in adapter.unknown:

@@ -11,8 +11,9 @@ from typing import Literal
 
 import msgspec
 
-Role = Literal["A", "B", "bias", "magnitude", "alpha", "mid", "full", "other"]
-"""A and B are the two factors; `full` replaces a whole tensor (`modules_to_save`, biases); `other` belongs to another method than LoRA."""
+Role = Literal["A", "B", "bias", "magnitude", "alpha", "mid", "full", "tokens", "shared", "other"]
+"""A and B are the two factors; `full` replaces a whole tensor (`modules_to_save`, biases), `tokens` some rows of one; `shared` is of no
+module but of all (VeRA's projections); `other` belongs to another method than LoRA."""
 
 Dialect = Literal["peft", "kohya", "diffusers", "xlabs"]
 
@@ -55,6 +56,12 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 _FACTOR: dict[str, Role] = {"A": "A", "B": "B", "down": "A", "up": "B", "E": "other"}
 _LABEL = r"(?:\.(?!weight$|bias$)[^.]+)?"
 
+_METHODS = (
+    "hada|lokr|oft|boft|vera|ia3|hra|vblora|randlora|c3a|shira|fourierft|bone|miss|adamss|beft|deft|delora|frod|glora|gralora|hira|lily|"
+    "ln_tuning|osf|peanut|psoft|pvera|road|supertuning|tinylora|unilora|waveft"
+)
+"""What the tensors of methods other than LoRA begin with (PEFT 0.21.2, `mapping.py`), those apart that adapt no module."""
+
 # Tail of a name -> role; a group `f` names the factor. The first that matches is taken.
 _WRITTEN: tuple[tuple[str, Role | None, Dialect | None], ...] = (
     (rf"\.(?P<leaf>lora_(?P<f>[AB])){_LABEL}\.weight$", None, None),
@@ -68,18 +75,22 @@ _WRITTEN: tuple[tuple[str, Role | None, Dialect | None], ...] = (
     (r"\.(?P<leaf>lora_(?P<f>down|up)(\.weight)?)$", None, None),
     (r"\.(?P<leaf>lora_mid\.weight)$", "mid", None),
     (r"\.(?P<leaf>alpha)$", "alpha", None),
-    (r"\.(?P<leaf>(hada|lokr|oft|boft|vera|ia3|hra|vblora|randlora|c3a|shira|fourierft|bone|miss)_\w+)(\..*)?$", "other", None),
-    (r"\.(?P<leaf>(oft|boft|on_input|scale|token_adapter\.trainable_tokens_delta))$", "other", None),
+    (r"\.(?P<leaf>(token_adapter\.)?trainable_tokens_delta)$", "tokens", "peft"),
+    (rf"\.(?P<leaf>({_METHODS})_\w+)(\..*)?$", "other", None),
+    (r"\.(?P<leaf>(oft|boft|on_input|scale))$", "other", None),
     (r"\.(?P<leaf>diff|diff_b)$", "full", None),
 )  # fmt: skip
 _TAILS = tuple((re.compile(pattern), role, dialect) for pattern, role, dialect in _WRITTEN)
 _PROCESSOR = re.compile(r"\.processor\.(?P<layer>[a-z_]+?)_lora(?P<number>[0-9]*)\.(?P<f>down|up)\.weight$")
 _JOINED = re.compile(r"(?P<layer>\.[a-z_]+)_lora\.(?P<f>down|up)\.weight$")
+_SHARED = re.compile(rf"base_model\.(?P<leaf>({_METHODS})_\w+)(\..*)?")
 _FULL = re.compile(rf"\.(?P<leaf>(?:base_layer\.|modules_to_save{_LABEL}\.)?(?:weight|bias))$")
 
 
 def read(name: str) -> Part | None:
     """`name` as a part of an adapter; None for a name that no dialect would write."""
+    if match := _SHARED.fullmatch(name):
+        return Part(name, "", "shared", match["leaf"], "peft", rooted=True)
     rooted = name.startswith(ROOT)
     path = name.removeprefix(ROOT)
     twice = ROOT if rooted and path.startswith(ROOT) else ""

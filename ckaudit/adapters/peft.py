@@ -156,7 +156,11 @@ def look(adapter: Adapter, base: Base, surface: Surface, unit: Unit, path: str) 
     if (match := _EXPERT.fullmatch(path)) and f"{match['experts']}.{kinds.get(match['leaf'])}" in surface.parameters:
         return Outcome(unit, "bound", path, f"{match['experts']}.{kinds[match['leaf']]}")
     if not surface.holds(path):
-        return Outcome(unit, "absent", path)
+        replicated = (adapter.config or {}).get("layer_replication")
+        why = "`layer_replication` builds layers that the base has not; where they end up is not judged"
+        return Outcome(unit, "open", path, why=why) if replicated else Outcome(unit, "absent", path)
+    if all(p.role == "tokens" for p in unit.parts):
+        return Outcome(unit, "bound", path, path)  # targeted by `trainable_token_indices`
     targeted = targets(adapter.config, path)
     if targeted is False:
         return Outcome(unit, "untargeted", path)

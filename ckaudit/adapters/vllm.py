@@ -31,8 +31,13 @@ _FUSED_CHECKED = Version("0.32.0")
 """From here on an adapter on fused experts is refused where the model keeps its experts apart."""
 _PATTERNS = Version("0.32.0")
 """From here on `rank_pattern` and `alpha_pattern` are followed; before, every module got `r` and `lora_alpha`."""
+_FEATURES_CHECKED = Version("0.32.0")
+"""From here on what an adapter needs of PEFT and vLLM has not is refused; before, it was passed over."""
 _TEXT_NAMES = Version("0.33.0")
 """From here on the language model of a multimodal one is also found under the names of the text model alone."""
+
+_BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+"""Ends of names that every release passes over: PEFT saves an adapted embedding whole beside its factors."""
 
 FUSED_EXPERTS = frozenset(
     {
@@ -73,19 +78,29 @@ def path(name: str, mapper: Mapper) -> tuple[str | None, tuple[Step, ...], str]:
     if mapped.name is None:
         return None, mapped.steps, "ValueError: Mapped LoRA weight name cannot be None."
     text = mapped.name
-    if match := re.fullmatch(r"(.+)\.lora_[AB]\.weight|(.+)\.lora_embedding_[AB]", text):
+    if match := _READ.fullmatch(text):
         return match[1] or match[2], mapped.steps, ""
     return None, mapped.steps, f"ValueError: {text} is unsupported LoRA weight"
+
+
+_READ = re.compile(r"(.+)\.lora_[AB]\.weight|(.+)\.lora_embedding_[AB]")
+
+
+def reads(name: str) -> bool:
+    """Whether vLLM knows what a tensor of this name is."""
+    return _READ.fullmatch(name) is not None
 
 
 def refused(config: dict[str, Any] | None, plan: Plan) -> list[str]:
     """What vLLM raises of the configuration alone, in its own words as far as they are fixed."""
     if config is None:
         return ["adapter_config.json cannot be read"]
-    out = []
-    lacking = [key for key in ("r", "lora_alpha", "target_modules") if key not in config]
-    if lacking:
+    if lacking := lacks(config):
         return [f"Missing required configuration fields: {', '.join(lacking)}"]
+    out = []
+    rank = config["r"]
+    if isinstance(rank, int) and rank <= 0:
+        out.append(f"LoRA rank `r` must be a positive integer, got {rank}.")
     saved = config.get("modules_to_save")
     saved = [m for m in saved if isinstance(m, str)] if isinstance(saved, list) else []
     allowed = {"score", "classifier"} if release(plan) >= _CLASSIFIERS else set()
@@ -93,15 +108,43 @@ def refused(config: dict[str, Any] | None, plan: Plan) -> list[str]:
         out.append(f"vLLM only supports modules_to_save being None (here {', '.join(saved)}).")
     if config.get("use_dora"):
         out.append("vLLM does not yet support DoRA.")
+    if release(plan) >= _FEATURES_CHECKED:
+        out += [f"vLLM does not support {text}." for _, text in _features(config)]
     if config.get("bias", "none") != "none":
         out.append("Adapter bias is not supported.")
     return out
 
 
-def patterns_ignored(config: dict[str, Any] | None, plan: Plan) -> list[str]:
+def lacks(config: dict[str, Any]) -> list[str]:
+    """The keys of the configuration that vLLM needs and that are not there; PEFT has defaults for them."""
+    return [key for key in ("r", "lora_alpha", "target_modules") if key not in config]
+
+
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+"""Ways of starting the factors that leave the base as it is."""
+
+
+def _features(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Keys of the configuration that ask for what vLLM has not, each with what it calls that."""
+    found = []
+    if config.get("lora_bias"):
+        found.append(("lora_bias", "LoRA bias (lora_bias)"))
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower() not in _PLAIN_INITS:
+        found.append(("init_lora_weights", f"init_lora_weights={start!r}"))
+    named = {
+        "alora_invocation_tokens": "Activated LoRA (aLoRA)", "layer_replication": "layer_replication",
+        "use_bdlora": "block-diagonal LoRA (BD-LoRA)", "use_qalora": "QALoRA",
+    }  # fmt: skip
+    return [*found, *((key, text) for key, text in named.items() if config.get(key))]
+
+
+def ignored(config: dict[str, Any] | None, plan: Plan) -> list[str]:
     """The keys of the configuration that this release does not look at, although they change what the adapter computes."""
     held = config or {}
-    return [k for k in ("rank_pattern", "alpha_pattern") if held.get(k)] if release(plan) < _PATTERNS else []
+    patterns = [k for k in ("rank_pattern", "alpha_pattern") if held.get(k)] if release(plan) < _PATTERNS else []
+    features = [k for k, _ in _features(held) if k != "lora_bias"] if release(plan) < _FEATURES_CHECKED else []
+    return [*patterns, *features]
 
 
 def takes_fused(plan: Plan, architectures: Iterable[object]) -> bool:
@@ -141,6 +184,8 @@ class Look:
         chain: tuple[Step, ...] = ()
         looked, complaint = unit.path, ""
         for part in unit.parts:
+            if part.name.endswith(_BASE_EMBEDDINGS):
+                continue
             found, steps, said = path(part.name, self.renames)
             complaint = complaint or said
             if found is not None:

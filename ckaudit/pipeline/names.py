@@ -113,7 +113,7 @@ def _audit_adapter(
         judged = side_by_side(chosen, lambda engine: engine.plan(laid.checkpoint, options, progress))
         bindings = binding.bind_all(adapter, laid, judged)
     plans = tuple(b.plan for b in bindings)
-    findings, skips = checks.run(adapter, laid, bindings)
+    findings, skips = checks.run(adapter, laid, bindings, asked=asked is not None)
     return Report(
         target=describe(checkpoint), plans=plans, requested=frozenset(e.id for e in asked or ()),
         sizes={t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None},

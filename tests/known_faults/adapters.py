@@ -72,6 +72,17 @@ def shards() -> Report:
     )
 
 
+def shared_expert() -> Report:
+    """PEFT 0.21 takes every target called `down_proj` for one of the routed experts, which this model type keeps fused."""
+    shared = "model.layers.0.mlp.shared_experts.down_proj"
+    experts = "model.layers.0.mlp.experts"
+    on = base(
+        {f"{shared}.weight": [8, 8], f"{experts}.gate_up_proj": [4, 8, 8], f"{experts}.down_proj": [4, 8, 8]},
+        {"model_type": "deepseek_v3"},
+    )
+    return report(adapter(lora([shared]), CONFIG | {"target_modules": [shared]}), on, peft(on))
+
+
 FAULTS = (
     Fault(Kind.ADAPTER, ("vllm-project/vllm/issues/34186", "vllm-project/vllm/pull/34803"),
           "Only the last segment of a name is looked at, so an adapter of the text class binds to nothing in the multimodal one, in silence.",
@@ -95,6 +106,9 @@ FAULTS = (
           "The prefix of the component stands twice.",
           lambda: report(adapter(lora([f"unet.unet.{UNET}.to_k"], root="", a="lora.down.weight", b="lora.up.weight"), None)),
           (("CK906", ERROR, "checkpoint", 2),)),
+    Fault(Kind.ADAPTER, ("huggingface/peft/issues/3711",),
+          "A target on the shared expert is rewritten as if it were a routed one, and its factors are passed over.",
+          shared_expert, (("CK909", ERROR, "engine", 2),)),
     Fault(Kind.ADAPTER, ("huggingface/peft/pull/3251",),
           "A sharded trainer saved empty and flat shards of the factors.",
           shards, (("CK903", ERROR, "checkpoint", 2),)),

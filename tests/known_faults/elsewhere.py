@@ -1,6 +1,6 @@
 """What the headers of one checkpoint cannot tell, and what can."""
 
-# ruff: noqa: E501  (a table: one report a row)
+
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from tests.known_faults.cases import Elsewhere, Kind
 VALUES = "the header is right; only values show it"
 
 ELSEWHERE = (
-    Elsewhere(Kind.ADAPTER, ("huggingface/peft/issues/3711",),
-              "A target on the shared expert is rewritten as if it were a routed one.", "it happens to the adapter's settings inside PEFT, before any tensor is stored"),
     Elsewhere(Kind.HEADER, ("vllm-project/vllm/pull/53537", "atomantic/PortOS/issues/1324"),
               "Header and sizes are right, and the bytes are not those that were saved.",
               "an audit reads headers alone; it says so (a skip of CK501)", "`ckaudit load`, where the damage shows in the values"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from ckaudit.adapters import Adapter
 from ckaudit.adapters.base import Base
 from ckaudit.adapters.binding import Binding
 from ckaudit.checks import container
 from ckaudit.checks.adapters.alone import alone, fits
 from ckaudit.checks.adapters.bound import bare, replaced, unbound
-from ckaudit.checks.adapters.engine import forms, fused, settings, targets, unserved
+from ckaudit.checks.adapters.engine import forms, fused, refuses, settings, targets, unserved
 from ckaudit.checks.adapters.rows import CHECKS as CHECKS
 from ckaudit.checks.adapters.rows import EMPTY, NOTHING, SHAPE
 from ckaudit.checks.case import many
@@ -19,9 +21,12 @@ from ckaudit.naming import printable
 
 
 def run(
-    adapter: Adapter, base: Base | None, bindings: Sequence[Binding]
+    adapter: Adapter, base: Base | None, bindings: Sequence[Binding], *, asked: bool = True
 ) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
-    """What is wrong with `adapter`, by itself and in each of `bindings`, and what could not be judged."""
+    """What is wrong with `adapter`, by itself and in each of `bindings`, and what could not be judged.
+
+    `asked`: whether the user named the engines. What one of the usual ones lacks is no error for an adapter that PEFT lays on whole.
+    """
     judged = [b for b in bindings if b.plan.not_judged is None]
     files, skips = container.run(adapter.checkpoint)
     own = list(alone(adapter))
@@ -32,12 +37,14 @@ def run(
     if not any(b.kind == "vllm" for b in judged):
         found += fused(adapter, bound=any(b.bound for b in judged))
     if base is not None:
-        found += unbound(adapter, base, judged)
+        found += unbound(adapter, base, [b for b in judged if not refuses(adapter, b)])
     for binding in judged:
         found += [
             *bare(adapter, binding), *replaced(adapter, binding), *forms(adapter, binding), *targets(adapter, binding),
             *unserved(adapter, binding), *settings(adapter, binding),
         ]  # fmt: skip
+    if not asked and any(b.kind == "peft" and b.plan.verdict == "loads" for b in judged):
+        found = [replace(f, severity="warning") if f.blame == "engine" and f.severity == "error" else f for f in found]
     return tuple(found), (*skips, *_skips(adapter, base, bindings))
 
 

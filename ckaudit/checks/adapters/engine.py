@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckaudit.adapters import Adapter, peft, shapes, vllm
 from ckaudit.adapters.binding import Binding
-from ckaudit.adapters.dialects import FUSED, ROOT
+from ckaudit.adapters.dialects import FUSED, ROOT, Part
 from ckaudit.checks.adapters.rows import (
     FORM,
     REFUSED,
@@ -16,11 +16,20 @@ from ckaudit.checks.adapters.rows import (
     names_of,
 )
 from ckaudit.checks.case import many
-from ckaudit.findings import Finding
+from ckaudit.findings import Blame, Finding
 from ckaudit.naming import printable
+from ckaudit.plan import Plan
 
+MERGE = "Merge the adapter into the base and serve that."
 MAX_LORA_RANK = 16
 """vLLM's default for `--max-lora-rank` (vllm/config/lora.py, 0.24 to 0.33)."""
+
+
+def refuses(adapter: Adapter, binding: Binding) -> bool:
+    """Whether the software does not get as far as the names."""
+    return (
+        binding.kind == "vllm" and binding.of_base is not None and bool(vllm.refused(adapter.config, binding.of_base))
+    )
 
 
 def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
@@ -36,14 +45,22 @@ def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
             wanted="adapters of single experts, or an architecture that takes fused ones", found=printable(names[0]),
         )  # fmt: skip
     others = [o for o in lost if o not in fused]
-    if others and not ((adapter.config or {}).get("use_dora") and all(o.unit.of("magnitude") for o in others)):
-        names = names_of(o.unit for o in others)
+    if others and not refuses(adapter, binding):
+        names = [p.name for o in others for p in o.unit.parts if not vllm.reads(p.name)] or names_of(
+            o.unit for o in others
+        )
+        own = all(_as_peft_saves(p) for o in others for p in o.unit.parts if not vllm.reads(p.name))
         yield finding(
             adapter, FORM, f"{binding.plan.id} cannot read {many(len(names), 'name')}, such as `{printable(names[0])}`: it raises.", names,
-            engine=binding.plan.id, severity="error",
-            mend="Save the adapter with PEFT's save_pretrained: it writes the names that engines read.",
+            engine=binding.plan.id, severity="error", blame="engine" if own else "checkpoint",
+            mend=MERGE if own else "Save the adapter with PEFT's save_pretrained: it writes the names that engines read.",
             wanted="….lora_A.weight, ….lora_B.weight", found=printable(names[0]),
         )  # fmt: skip
+
+
+def _as_peft_saves(part: Part) -> bool:
+    """Whether PEFT writes this name: with its root, and without the adapter's label (`lora_A.default.weight`)."""
+    return part.rooted and part.name.endswith((part.leaf, f"{part.leaf}.weight", f"{part.leaf}.bias"))
 
 
 def fused(adapter: Adapter, *, bound: bool) -> Iterator[Finding]:
@@ -111,6 +128,25 @@ def unserved(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _refused(adapter: Adapter, of_base: Plan, engine: str) -> Iterator[Finding]:
+    """What the engine raises of the configuration, in one finding for its one cause."""
+    texts = vllm.refused(adapter.config, of_base)
+    if not texts:
+        return
+    said, config = " ".join(map(printable, texts)), adapter.config
+    blame: Blame = "engine"
+    why, mend = f"{engine} refuses the adapter: {said}", MERGE
+    if config is None:
+        blame, mend = "checkpoint", "Put the adapter_config.json of the training run beside the weights."
+    elif adapter.method != "LORA":
+        why = f"{engine} takes adapters of the method LoRA, and this one is {printable(adapter.method)}: it raises. {said}"
+    elif lacking := vllm.lacks(config):
+        blame, mend = "config", f"Add {', '.join(lacking)} to adapter_config.json, with the values of the training run."
+    yield finding(
+        adapter, REFUSED, why, engine=engine, blame=blame, mend=mend, wanted="a plain LoRA with adapter_config.json", found=said,
+    )  # fmt: skip
+
+
 def settings(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
     if binding.kind == "peft" and adapter.config is None:
         yield finding(
@@ -120,20 +156,19 @@ def settings(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
     if binding.kind != "vllm" or binding.of_base is None:
         return
     engine = binding.plan.id
-    for text in vllm.refused(adapter.config, binding.of_base):
+    yield from _refused(adapter, binding.of_base, engine)
+    for key in vllm.ignored(adapter.config, binding.of_base):
+        scale = key.endswith("_pattern")
+        what = (
+            "modules that it names are scaled by the general values" if scale else "it answers as if it were not there"
+        )
         yield finding(
-            adapter, REFUSED, f"{engine} refuses the adapter: {printable(text)}", engine=engine,
-            blame="engine" if adapter.config else "checkpoint",
-            mend="Merge the adapter into the base and serve that.", wanted="a plain LoRA with adapter_config.json", found=printable(text),
-        )  # fmt: skip
-    for key in vllm.patterns_ignored(adapter.config, binding.of_base):
-        yield finding(
-            adapter, REFUSED, f"{engine} does not follow `{key}`: modules that it names are scaled by the general values.", engine=engine,
-            severity="warning", blame="engine", mend="Use vLLM 0.32.0 or newer, or merge the adapter into the base.",
-            wanted=key, found="r, lora_alpha",
+            adapter, REFUSED, f"{engine} does not follow `{key}`: {what}.", engine=engine, severity="warning", blame="engine",
+            mend="Use vLLM 0.32.0 or newer, or merge the adapter into the base." if scale else MERGE, wanted=key,
+            found="r, lora_alpha" if scale else "a plain LoRA",
         )  # fmt: skip
     rank = max([r for r in (adapter.rank, *shapes.ranks(adapter)) if r is not None], default=0)
-    if rank > MAX_LORA_RANK and not vllm.refused(adapter.config, binding.of_base):
+    if rank > MAX_LORA_RANK and not refuses(adapter, binding):
         yield finding(
             adapter, REFUSED, f"Its rank {rank} is above vLLM's default of {MAX_LORA_RANK}.", engine=engine, severity="note",
             blame="environment", mend=f"Start vLLM with --max-lora-rank {rank}.", wanted=f"at most {MAX_LORA_RANK}", found=str(rank),
