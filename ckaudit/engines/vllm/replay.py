@@ -30,6 +30,8 @@ def run(job: Job, read: ReadTensor) -> Plan:
         from ckaudit.engines.vllm.session import session
 
         engine = session()
+        if not gc.get_freeze_count():  # the release and torch stay for good: not worth a look at every collection
+            gc.freeze()
     except Exception as error:  # noqa: BLE001  (a release that does not import here says nothing of the checkpoint)
         return msgspec.structs.replace(plan, not_judged=f"vllm {job.release or ''} does not start here: {_line(error)}")
     plan = msgspec.structs.replace(plan, environment=engine.environment())
@@ -39,7 +41,6 @@ def run(job: Job, read: ReadTensor) -> Plan:
             return _judge(plan, job, read, engine, Path(name), deadline)
     finally:
         gc.enable()
-        gc.collect()
 
 
 def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, deadline: float) -> Plan:
@@ -51,6 +52,7 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     raw = json.loads(job.texts["config.json"])
 
     def load(tensors: Sequence[TensorSpec], tp: int = 1) -> Attempt:
+        gc.collect()  # what the last load left; what was there before any is frozen
         config = engine.config(folder, job.options, tp)
         engine.group(config, tp)
         with engine.within(config):

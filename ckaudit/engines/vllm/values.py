@@ -7,6 +7,7 @@ checkpoint tensor, its bytes are asked of the checkpoint. Parameters have no kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class Values:
     def after(self, func: Any, args: Any, kwargs: Any, out: Any, versions: dict[int, int]) -> None:
         """Remember an operation for each small storage that it made or changed."""
         mutable = func._schema.is_mutable
-        for result in _tensors(out) if not mutable else _written(func, args, kwargs, out):
+        for result in _tensors(out) if not mutable else _written(func, args, kwargs):
             if result.untyped_storage().nbytes() > SMALL:
                 continue
             record = self._record_of(result)
@@ -224,11 +225,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _written(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.Tensor]:
-    """The tensors that a mutating operation writes into: by its schema, the arguments marked as written."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
-    del out
-    return found
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a mutating operation writes into."""
+    return [
+        tensor
+        for position, name in _targets(func)
+        for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _targets(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes into, by its schema."""
+    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments) if _is_target(a))

@@ -14,6 +14,7 @@ class Views:
 
     def __init__(self) -> None:
         self._library: Any = None
+        self._met: set[Any] = set()
 
     def __enter__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
@@ -21,14 +22,18 @@ class Views:
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
         self._library = None
+        self._met.clear()
 
     def pass_by(self, func: Any) -> bool:
         """Whether an operation is a view; from the next call on it passes dispatch modes by.
 
         `lift_fresh` is called a view and is how a real tensor comes in.
         """
+        if func in self._met:
+            return True
         if not func.is_view or func._schema.is_mutable or func is torch.ops.aten.lift_fresh.default:
             return False
+        self._met.add(func)
         # `detach` has a kernel of its own for modes: torch warns of replacing it.
         taken = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _MODES)
         if self._library is not None and func.namespace == "aten" and not taken:
