@@ -457,9 +457,12 @@ class TestConfiguration:
     def test_without_weights(self) -> None:
         assert told(adapter(None)) == [("CK908", "error", "checkpoint", 0)]
 
-    def test_pickled_weights_are_not_missing(self) -> None:
-        found = report(adapter(None, **{"adapter_model.bin": b"x"}))
+    def test_pickled_weights_are_not_missing_and_not_judged(self) -> None:
+        on = base(weights(*attention()))
+        found = report(adapter(None, **{"adapter_model.bin": b"x"}), on, peft(on))
         assert "CK908" not in {f.check for f in found.findings}
+        assert {p.verdict for p in found.plans} == {"not_judged"}
+        assert found.exit_code == 3
 
     @pytest.mark.parametrize(
         ("more", "release", "check"),
@@ -544,6 +547,24 @@ class TestConfiguration:
             )
             == []
         )
+
+    def test_a_head_that_replaces_the_base_s(self) -> None:
+        head = f"{ROOT}lm_head.weight"
+        on = base([*weights(*attention()), "lm_head.weight"])
+        config = CONFIG | {"modules_to_save": ["lm_head"]}
+        assert told(adapter(lora(attention()) | {head: ("F32", [8, 8])}, config), on, peft(on)) == []
+        f = only(adapter(lora(attention()) | {head: ("F32", [10, 8])}, config), on, peft(on))
+        assert (f.check, f.severity, f.count) == ("CK903", "error", 1)
+        assert "resize_token_embeddings(10)" in f.mend
+        f = only(adapter(lora(attention()), config), on, peft(on))
+        assert (f.check, f.severity, f.names) == ("CK907", "error", (head,))
+
+    def test_vllm_reads_no_whole_tensor_but_a_classifier_s(self) -> None:
+        stored = [*weights(*attention(parts="qkv")), "lm_head.weight"]
+        on = base(stored)
+        plan = vllm(on, fused(stored[:-1]) | {"lm_head.weight": ("lm_head.weight", None)}, release="0.33.0")
+        for name, says in (("lm_head.weight", [("CK904", "error", "engine", 1)]), ("score.weight", [])):
+            assert told(adapter(lora(attention()) | {f"{ROOT}{name}": ("F32", [8, 8])}), on, plan) == says
 
     def test_no_configuration(self) -> None:
         on = base(weights(*attention()))

@@ -30,7 +30,7 @@ from peft import (  # noqa: E402
     VeraConfig,
     get_peft_model,
 )
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ckaudit.adapters import recognise  # noqa: E402
 from ckaudit.adapters.base import Base  # noqa: E402
@@ -306,6 +306,35 @@ def test_what_peft_raises_on(spoil: dict[str, Any], laid: Callable[[str], tuple[
     assert error is not None
     assert "size mismatch" in error
     with pytest.raises(RuntimeError, match="size mismatch"):
+        theirs(at, MODELS["llama"]())
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "error"),
+    [
+        ({"modules_to_save": ["lm_head"]}, (40, 16), RuntimeError), ({"modules_to_save": ["lm_head"]}, None, KeyError),
+        ({"modules_to_save": ["lm_head"]}, (32, 16), None), ({}, (40, 16), RuntimeError), ({"peft_type": "lora"}, None, KeyError),
+        ({"peft_type": "NEWER"}, None, KeyError),
+    ],
+)  # fmt: skip
+def test_whole_tensors_and_methods(
+    config: dict[str, Any], head: tuple[int, int] | None, error: type[Exception] | None, laid: Callable[[str], tuple[Base, Plan]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A head that was trained whole, of another size, not there; a method that PEFT does not know."""
+    at = write(tmp_path, {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in LAYERS}, **Q, **config)
+    if head is not None:
+        tensors = load_file(at / "adapter_model.safetensors")
+        save_file(tensors | {f"{ROOT}lm_head.weight": torch.ones(*head)}, at / "adapter_model.safetensors")
+    _, found, predicted = ours(at, *laid("llama"))
+    if error is None:
+        assert (found, predicted) == ([], None)
+        assert theirs(at, MODELS["llama"]())
+        return
+    assert len(found) == 1
+    assert predicted is not None
+    assert error.__name__ in predicted
+    with pytest.raises(error):
         theirs(at, MODELS["llama"]())
 
 

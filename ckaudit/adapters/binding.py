@@ -13,7 +13,7 @@ from ckaudit.adapters import Adapter, Unit, files, peft, vllm
 from ckaudit.adapters.base import Base
 from ckaudit.adapters.outcome import Outcome as Outcome
 from ckaudit.adapters.outcome import State
-from ckaudit.adapters.shapes import Fault, alone, on_base
+from ckaudit.adapters.shapes import Fault, alone, on_base, replaced
 from ckaudit.adapters.surface import Surface, of_checkpoint, of_fused, of_plan, union
 from ckaudit.naming import printable
 from ckaudit.plan import NameFate, Plan
@@ -84,8 +84,10 @@ def bind_by_name(adapter: Adapter, base: Base) -> Binding:
 
 
 def nothing_to_bind(adapter: Adapter) -> str | None:
-    """Why an adapter with tensors has none that belongs to a module of the base; None where one does."""
-    if adapter.modules or adapter.replaced or not adapter.checkpoint.tensors:
+    """Why an adapter has no tensor of a module of the base; None where it has one."""
+    if not adapter.checkpoint.tensors:
+        return adapter.checkpoint.unaudited
+    if adapter.modules or adapter.replaced:
         return None
     return f"an adapter of the method {printable(adapter.method)}, of which no tensor belongs to a module of the base that is known"
 
@@ -93,7 +95,7 @@ def nothing_to_bind(adapter: Adapter) -> str | None:
 def _told(
     adapter: Adapter, plan: Plan, kind: Kind, surface: Surface, outcomes: tuple[Outcome, ...], of_base: Plan | None = None
 ) -> Binding:  # fmt: skip
-    faults = tuple(on_base(adapter, _weights(surface, outcomes, kind)))
+    faults = (*on_base(adapter, _weights(surface, outcomes, kind)), *replaced(adapter, surface))
     told = _plan(adapter, plan, surface, outcomes, kind)
     wrong = [*alone(adapter), *faults] if kind == "peft" and told.error is None else []
     if wrong:
@@ -115,17 +117,21 @@ def _weights(
 def _plan(adapter: Adapter, plan: Plan, surface: Surface, outcomes: tuple[Outcome, ...], kind: Kind) -> Plan:
     fates = {name: _fate(name, o) for o in outcomes for name in o.unit.names}
     raised = [o.raises for o in outcomes if o.raises]
+    whole: list[str] = []
     if kind == "vllm":
-        raised = [*(f"ValueError: {text}" for text in vllm.refused(adapter.config, plan)), *raised]
+        whole = vllm.unread(adapter, plan)
+        refused = (f"ValueError: {text}" for text in vllm.refused(adapter.config, plan))
+        raised = [*refused, *raised, *(f"ValueError: {name} is unsupported LoRA weight" for name in whole)]
     for unit in adapter.units:
         for part in unit.parts if not unit.adapts else ():
-            held = surface.holds(unit.path) or kind == "vllm" or part.role == "shared"
+            held = (kind == "vllm" and part.name not in whole) or surface.holds(unit.path) or part.role == "shared"
             why = None if held else head_of_task(adapter)
             fates[part.name] = NameFate(part.name, "loaded" if held else "unmatched", unit.path, by_design=why)
     for name in adapter.unknown:
         fates[name] = NameFate(name, "unmatched", name)
-    if kind == "peft" and adapter.config is None:
-        raised = ["ValueError: Can't find 'adapter_config.json'", *raised]
+    if kind == "peft":
+        lacking = [f"KeyError: {name!r}" for name in peft.unsaved(adapter, surface)]
+        raised = [r for r in (peft.refused(adapter.config), *raised, *lacking) if r]
     error = f"predicted: {raised[0]}" if raised else None
     names = tuple(fates[n] for n in adapter.checkpoint.tensors)
     return Plan(

@@ -93,6 +93,37 @@ def _renaming(hit: RuleHit) -> Mapper:
     return Mapper(rules)
 
 
+METHODS = frozenset(
+    {
+        "ADALORA", "ADAMSS", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "CARTRIDGE", "CPT", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA",
+        "GRALORA", "HIRA", "HRA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "MULTITASK_PROMPT_TUNING", "OFT", "OSF",
+        "PEANUT", "POLY", "PREFIX_TUNING", "PROMPT_TUNING", "PSOFT", "PVERA", "P_TUNING", "RANDLORA", "ROAD", "SHADOW", "SHIRA",
+        "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT", "XLORA",
+    }
+)  # fmt: skip
+"""What `peft_type` may be (`utils/peft_types.py`), in capitals; another raises."""
+
+
+def refused(config: dict[str, Any] | None) -> str | None:
+    """What PEFT raises of the configuration alone; None where it takes it."""
+    if config is None:
+        return "ValueError: Can't find 'adapter_config.json'"
+    if "peft_type" not in config:
+        return "KeyError: 'peft_type'"
+    return None if config["peft_type"] in METHODS else f"KeyError: {config['peft_type']!r}"
+
+
+def unsaved(adapter: Adapter, surface: Surface) -> list[str]:
+    """Names of the tensors that PEFT asks for because of `modules_to_save` and that the adapter has not: it raises a KeyError."""
+    saved = (adapter.config or {}).get("modules_to_save")
+    ends = tuple(m for m in saved if isinstance(m, str) and m) if isinstance(saved, list) else ()
+    if not ends:
+        return []
+    owned = {p: p.rpartition(".")[0] for p in surface.parameters}
+    wanted = (f"{ROOT}{p}" for p, module in owned.items() if module.endswith(ends))
+    return [name for name in wanted if name not in adapter.checkpoint.tensors]
+
+
 def pattern_value(patterns: object, module: str) -> Any:
     """The value of the first key of `rank_pattern` or `alpha_pattern` that ends the path of `module`; None where none does."""
     for key, value in patterns.items() if isinstance(patterns, dict) else ():

@@ -10,6 +10,7 @@ import msgspec
 
 from ckaudit.adapters import Adapter, Unit, peft
 from ckaudit.adapters.dialects import FUSED, Part
+from ckaudit.adapters.surface import Surface
 from ckaudit.naming import printable
 
 Shape = tuple[int, ...]
@@ -123,6 +124,27 @@ def on_base(adapter: Adapter, weights: Iterable[tuple[Unit, Shape, bool]]) -> It
             f"{_many(len(found), 'tensor')} of the wrong size for the module, such as `{printable(part.name)}`: the adapter is of another "
             "base, or of another size of it.", tuple(p.name for p, _, _ in found), wanted, held,
             "Give the base that the adapter was trained on.",
+        )  # fmt: skip
+
+
+def replaced(adapter: Adapter, surface: Surface) -> Iterator[Fault]:
+    """Tensors that replace whole ones of the base and are of another size than those."""
+    found = [
+        (part, weight, shape)
+        for unit in adapter.replaced
+        for part in unit.of("full")
+        if part.leaf.endswith("weight")
+        and (weight := surface.modules.get(unit.path)) is not None
+        and (shape := _shape(adapter, part)) not in (None, weight)
+    ]
+    if found:
+        part, weight, shape = found[0]
+        rows = shape is not None and len(shape) == len(weight) == 2 and shape[1] == weight[1]
+        yield Fault(
+            f"{_many(len(found), 'tensor')} of another size than what they replace, such as `{printable(part.name)}`: PEFT raises.",
+            tuple(p.name for p, _, _ in found), str(list(weight)), str(list(shape or ())),
+            f"Give the base as many rows before: model.resize_token_embeddings({shape[0]})." if rows and shape
+            else "Give the base that the adapter was trained on.",
         )  # fmt: skip
 
 

@@ -91,6 +91,14 @@ def reads(name: str) -> bool:
     return _READ.fullmatch(name) is not None
 
 
+def unread(adapter: Adapter, plan: Plan) -> list[str]:
+    """Names of whole tensors in the adapter that vLLM cannot read: it knows the heads of classifiers alone, and of embeddings it passes
+    over what they were."""
+    heads = ("score", "classifier") if release(plan) >= _CLASSIFIERS else ()
+    parts = (p for u in adapter.units for p in u.parts if p.role == "full")
+    return [p.name for p in parts if not p.name.endswith(_BASE_EMBEDDINGS) and p.module.rpartition(".")[2] not in heads]
+
+
 def refused(config: dict[str, Any] | None, plan: Plan) -> list[str]:
     """What vLLM raises of the configuration alone, in its own words as far as they are fixed."""
     if config is None:
@@ -219,9 +227,10 @@ class Look:
         there = self.surface.holds(experts) or self._by_text_name(experts) is not None
         if self.fused and there:
             return Outcome(unit, "bound", looked, experts, chain)
-        said = (
-            f"ValueError: LoRA adapter contains fused 3D MoE weights for {experts!r}, but the model uses a 2D MoE LoRA wrapper."
-            if refuses_fused(self.plan) and not self.fused
-            else ""
-        )
-        return Outcome(unit, "form" if not self.fused else "absent", looked, chain=chain, raises=said)
+        if not there:
+            said = (
+                f"ValueError: expected target modules, but received {looked}." if "experts" not in self.leaves else ""
+            )
+            return Outcome(unit, "absent", looked, chain=chain, raises=said)
+        said = f"ValueError: LoRA adapter contains fused 3D MoE weights for {experts!r}, but the model uses a 2D MoE LoRA wrapper."
+        return Outcome(unit, "form", looked, chain=chain, raises=said if refuses_fused(self.plan) else "")

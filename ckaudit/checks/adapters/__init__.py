@@ -12,7 +12,7 @@ from ckaudit.adapters.binding import Binding
 from ckaudit.checks import container
 from ckaudit.checks.adapters.alone import alone, fits
 from ckaudit.checks.adapters.bound import bare, replaced, unbound
-from ckaudit.checks.adapters.engine import forms, fused, refuses, settings, targets, unserved
+from ckaudit.checks.adapters.engine import forms, fused, refuses, settings, targets, unconfigured, unserved
 from ckaudit.checks.adapters.rows import CHECKS as CHECKS
 from ckaudit.checks.adapters.rows import EMPTY, NOTHING, SHAPE
 from ckaudit.checks.case import many
@@ -30,7 +30,7 @@ def run(
     judged = [b for b in bindings if b.plan.not_judged is None]
     files, skips = container.run(adapter.checkpoint)
     own = list(alone(adapter))
-    apart = {"CK113"}  # adapters are read without a look at the format in the metadata
+    apart = {"CK113", "CK135"}  # adapters are read under any name, and without a look at the format in the metadata
     if any(f.check == EMPTY.id for f in own):
         apart.add("CK138")  # one absence, told once
     found = [*(f for f in files if f.check not in apart), *own, *fits(adapter, judged)]
@@ -38,6 +38,8 @@ def run(
         found += fused(adapter, bound=any(b.bound for b in judged))
     if base is not None:
         found += unbound(adapter, base, [b for b in judged if not refuses(adapter, b)])
+    if adapter.config is None and any(b.kind != "names" for b in judged):
+        found.append(unconfigured(adapter))
     for binding in judged:
         found += [
             *bare(adapter, binding), *replaced(adapter, binding), *forms(adapter, binding), *targets(adapter, binding),

@@ -44,12 +44,13 @@ def forms(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
             mend="Merge the adapter into the base, or use a release and options that take it (--enable-mixed-moe-lora-format).",
             wanted="adapters of single experts, or an architecture that takes fused ones", found=printable(names[0]),
         )  # fmt: skip
-    others = [o for o in lost if o not in fused]
-    if others and not refuses(adapter, binding):
-        names = [p.name for o in others for p in o.unit.parts if not vllm.reads(p.name)] or names_of(
-            o.unit for o in others
-        )
-        own = all(_as_peft_saves(p) for o in others for p in o.unit.parts if not vllm.reads(p.name))
+    if binding.kind != "vllm" or binding.of_base is None or refuses(adapter, binding):
+        return
+    parts = [p for o in lost if o not in fused for p in o.unit.parts]
+    names = [p.name for p in parts if not vllm.reads(p.name)] or [p.name for p in parts]
+    names += vllm.unread(adapter, binding.of_base)
+    if names:
+        own = all(_as_peft_saves(p) for u in adapter.units for p in u.parts if p.name in set(names))
         yield finding(
             adapter, FORM, f"{binding.plan.id} cannot read {many(len(names), 'name')}, such as `{printable(names[0])}`: it raises.", names,
             engine=binding.plan.id, severity="error", blame="engine" if own else "checkpoint",
@@ -128,17 +129,24 @@ def unserved(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def unconfigured(adapter: Adapter) -> Finding:
+    """Without a configuration; what loads adapters into pipelines needs none."""
+    return finding(
+        adapter, REFUSED, "PEFT and vLLM load no adapter without an adapter_config.json that they can read.",
+        mend="Put the adapter_config.json of the training run beside the weights.", wanted="adapter_config.json",
+        found="none" if "adapter_config.json" not in adapter.checkpoint.texts else "one that is no JSON object",
+    )  # fmt: skip
+
+
 def _refused(adapter: Adapter, of_base: Plan, engine: str) -> Iterator[Finding]:
     """What the engine raises of the configuration, in one finding for its one cause."""
     texts = vllm.refused(adapter.config, of_base)
     if not texts:
         return
-    said, config = " ".join(map(printable, texts)), adapter.config
+    said, config = " ".join(map(printable, texts)), adapter.config or {}
     blame: Blame = "engine"
     why, mend = f"{engine} refuses the adapter: {said}", MERGE
-    if config is None:
-        blame, mend = "checkpoint", "Put the adapter_config.json of the training run beside the weights."
-    elif adapter.method != "LORA":
+    if adapter.method != "LORA":
         why = f"{engine} takes adapters of the method LoRA, and this one is {printable(adapter.method)}: it raises. {said}"
     elif lacking := vllm.lacks(config):
         blame, mend = "config", f"Add {', '.join(lacking)} to adapter_config.json, with the values of the training run."
@@ -148,10 +156,21 @@ def _refused(adapter: Adapter, of_base: Plan, engine: str) -> Iterator[Finding]:
 
 
 def settings(adapter: Adapter, binding: Binding) -> Iterator[Finding]:
-    if binding.kind == "peft" and adapter.config is None:
+    if adapter.config is None:
+        return
+    said = peft.refused(adapter.config) if binding.kind == "peft" else None
+    if said is not None:
         yield finding(
-            adapter, REFUSED, "PEFT loads no adapter without an adapter_config.json that it can read.", engine=binding.plan.id,
-            mend="Put the adapter_config.json of the training run beside the weights.", wanted="adapter_config.json", found="none",
+            adapter, REFUSED, f"PEFT does not know the method that `peft_type` names: {printable(said)}.", engine=binding.plan.id,
+            blame="config", mend='Write "peft_type": "LORA", or what the adapter is, in adapter_config.json.' ,
+            wanted="a method of PEFT 0.21.2", found=printable(said),
+        )  # fmt: skip
+    if binding.kind == "peft" and (lacking := peft.unsaved(adapter, binding.surface)):
+        yield finding(
+            adapter, UNSERVED, f"`modules_to_save` names {many(len(lacking), 'tensor')} that the adapter has not, such as "
+            f"`{printable(lacking[0])}`: PEFT raises.", lacking, engine=binding.plan.id, severity="error",
+            mend="Save the adapter with PEFT's save_pretrained, or take the modules out of `modules_to_save`.",
+            wanted=printable(lacking[0]), found="nothing",
         )  # fmt: skip
     if binding.kind != "vllm" or binding.of_base is None:
         return
