@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ckaudit.engines.vllm import apart  # noqa: E402
 from ckaudit.engines.vllm.provenance import Provenance  # noqa: E402
 
 Tensors = list["torch.Tensor"]
@@ -162,7 +163,9 @@ def _tagged(seed: int, roots: int, params: int) -> Tensors:
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_coverage_equals_what_numbered_elements_show(block: int) -> None:
+def test_coverage_equals_what_numbered_elements_show(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if block % 2:  # every pair goes the way that crowds go
+        monkeypatch.setattr(apart, "_FEW", 1)
     for seed in range(block * SEEDS, block * SEEDS + SEEDS):
         program, roots, params = _program(seed)
         real = _tagged(seed, roots, params)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckaudit.engines.vllm.apart import apart
 from ckaudit.engines.vllm.digits import chain_of, digits, rebuild
 from ckaudit.engines.vllm.strided import MOST_BOXES, Address, Inexpressible, Piece, injective, span, tidy
 
@@ -186,15 +187,16 @@ def union_bytes(places: Iterable[Piece]) -> int:
 
 def disjoint(places: Iterable[Piece]) -> list[Piece]:
     """The same bytes, each in one place only. Raises Inexpressible."""
+    held = sorted(set(map(tidy, places)), key=lambda p: p.at[0].offset)
     out: list[Piece] = []
-    high = 0  # one past the last byte of `out`, whose pieces are sorted by their first byte
-    for place in sorted(set(map(tidy, places)), key=lambda p: p.at[0].offset):
-        left = [place]
-        if place.at[0].offset < high:
-            for old in out:
+    for group in apart(held):
+        kept: list[Piece] = []
+        for i in group:
+            left = [held[i]]
+            for old in kept:
                 left = [part for piece in left for part in cut(piece, 0, old, 0).rest]
                 if not left:
                     break
-        out += left
-        high = max([high, *(span(p.sizes, p.at[0])[1] for p in left)])
+            kept += left
+        out += kept
     return out

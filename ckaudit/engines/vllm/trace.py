@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ckaudit.engines.vllm.apart import apart
 from ckaudit.engines.vllm.cutting import cut, union_bytes
 from ckaudit.engines.vllm.record import Kind, Record, Source, Write
 from ckaudit.engines.vllm.strided import Piece, flat, span
@@ -162,18 +163,10 @@ def _bytes(piece: Piece) -> int:
 
 
 def _overlay(log: list[Write]) -> Live:
-    """Lay the writes over one another, in groups of those whose spans touch, so that separate writes cost nothing."""
-    spans = sorted((*span(w.piece.sizes, w.piece.at[0]), i) for i, w in enumerate(log) if w.piece.elements)
+    """Lay the writes over one another, in groups of those that may touch, so that separate writes cost nothing."""
     live = Live([], [], [])
-    group: list[int] = []
-    high = -1
-    for low, stop, i in spans:
-        if low >= high:
-            _overlay_group([log[j] for j in sorted(group)], live)
-            group = []
-        group.append(i)
-        high = max(high, stop)
-    _overlay_group([log[j] for j in sorted(group)], live)
+    for group in apart([w.piece for w in log]):
+        _overlay_group([log[i] for i in group], live)
     return live
 
 
