@@ -29,6 +29,7 @@ from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress
 from ckaudit.source import open_source
 from tests.vllm import architectures
+from tests.vllm.published import FACTS, Fact
 
 BEGIN, END = "<!-- rows: begin -->", "<!-- rows: end -->"
 
@@ -45,8 +46,7 @@ def row_of(architecture: str, layers: int | None, budget: float, engine: Any) ->
         checkpoint = read_checkpoint(open_source(folder))
         plan = engine.plan(checkpoint, EngineOptions(cache=False, budget=budget), NullProgress())
         seconds = time.perf_counter() - began
-    known = architectures.facts().get(architecture, {})
-    expected = known.get("verdict", "loads")
+    expected = FACTS.get(architecture, Fact()).verdict
     return {
         "architecture": architecture, "tensors": len(made.tensors), "seconds": round(seconds, 2), "verdict": plan.verdict,
         "expected": expected, "correct": plan.verdict == expected, "reason": _reason(plan), "odd": _odd(plan), "class": plan.architecture,

@@ -4,18 +4,17 @@ Both come from transformers: the class is constructed on the meta device at the 
 be cut), and its own `save_pretrained` writes the config and names the tensors, as it did for those who published one. Nothing here is
 vLLM's, so nothing that vLLM expects can leak into what it is given.
 
-What released configs state and a config class leaves at another default is in `tests/data/architectures.toml`, each with its source.
+What published configs state and a config class leaves at another default is in `published.py`, each with its source.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import json
 import os
+import re
 import tempfile
-import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,12 +24,12 @@ from unittest import mock
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import EngineOptions, Job
 from tests.helpers import encode, header_json
+from tests.vllm.published import FACTS, Fact
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-FACTS = Path(__file__).parent.parent / "data" / "architectures.toml"
 LAYER_COUNTS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth", "num_encoder_layers",
     "num_decoder_layers",
@@ -67,12 +66,6 @@ def registered(tree: Path) -> dict[str, str]:
     return out
 
 
-@functools.cache
-def facts() -> dict[str, dict[str, Any]]:
-    """Architecture -> `config` (what released configs state), `without` (a reason not to count it), and `source`."""
-    return tomllib.loads(FACTS.read_text("utf-8")) if FACTS.exists() else {}
-
-
 def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
     """The checkpoint of an architecture, with `stated` fields of the config on top of what released ones state.
 
@@ -80,13 +73,13 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
     """
     import transformers
 
-    known = facts().get(architecture, {})
-    if "without" in known:
-        raise UnmakeableError(known["without"])
-    found = getattr(transformers, known.get("class", architecture), None)
+    known = FACTS.get(architecture, Fact())
+    if known.without:
+        raise UnmakeableError(known.without)
+    found = getattr(transformers, architecture, None)
     if not isinstance(getattr(found, "config_class", None), type):
         raise UnmakeableError(f"transformers {transformers.__version__} has no class of this name")
-    given = merged(known.get("config", {}), stated)
+    given = merged(known.config, stated)
     try:
         config = found.config_class(**given)
         if layers is not None:
@@ -94,8 +87,12 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
         written, tensors = saved(found, config)
     except Exception as error:  # a default config that its own class refuses
         raise UnmakeableError(f"{type(error).__name__}: {error}") from error
-    written = merged({**written, "architectures": [architecture]}, known.get("written", {}))
-    return Made(architecture, {"config.json": json.dumps(written), **known.get("files", {})}, tensors)
+    written |= {"architectures": [architecture]}
+    written = merged(written, known.written(written) if callable(known.written) else known.written)
+    for pattern, replacement in known.renames:
+        tensors = {re.sub(pattern, replacement, name): held for name, held in tensors.items()}
+    tensors |= {name: tensors[like] for name, like in known.also.items()}
+    return Made(architecture, {"config.json": json.dumps(written), **known.files}, tensors)
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from ckaudit.engines import EngineOptions
-from ckaudit.engines.vllm import BESIDE, PLATFORM, TREE, platform, stubs
+from ckaudit.engines.vllm import BESIDE, PLATFORM, TREE, platform, ranks, stubs
+from ckaudit.engines.vllm.ranks import PLAIN, Layout
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
@@ -36,14 +37,30 @@ class Session:
         _stand_in_metadata()
         platform.pretend(self.machine)
         self.torch = torch
-        registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-        # Classes are inspected in a subprocess of their own by a release; here they are imported in this one.
-        registry._LazyRegisteredModel.inspect_model_cls = lambda held: registry._ModelInfo.from_model_cls(
-            held.load_model_cls()
-        )
+        self._uninspected: Exception | None = None
+        self._inspect_here()
         for name in ("vllm.engine.arg_utils", "vllm.model_executor.model_loader", "vllm.distributed"):
             importlib.import_module(name)
-        self._grouped = False
+        # As a worker of the release does before it builds a model; some layers ask for room there.
+        with suppress(ImportError):
+            workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
+            workspace.init_workspace_manager(torch.device(self.machine.kind))
+
+    def _inspect_here(self) -> None:
+        """Classes are inspected in a subprocess of their own by a release; here they are imported in this one.
+
+        The registry logs why a class cannot be imported and goes on without it; that reason is the one to tell.
+        """
+        registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+
+        def inspect(held: Any) -> Any:
+            try:
+                return registry._ModelInfo.from_model_cls(held.load_model_cls())
+            except Exception as error:
+                self._uninspected = error
+                raise
+
+        registry._LazyRegisteredModel.inspect_model_cls = inspect
 
     def environment(self) -> dict[str, str]:
         """Versions of what took part, and the pretended machine."""
@@ -55,60 +72,39 @@ class Session:
                 out[name] = str(version)  # torch has a class of its own for it
         return out
 
-    def config(self, folder: Path, options: EngineOptions, tp: int = 1) -> Any:
-        """The release's `VllmConfig` for a checkpoint. Raises what the release raises."""
+    def config(self, folder: Path, options: EngineOptions, layout: Layout = PLAIN, **more: Any) -> Any:
+        """The release's `VllmConfig` for a checkpoint, with `more` arguments of its own. Raises what the release raises."""
         from vllm.engine.arg_utils import EngineArgs
 
         args: dict[str, Any] = {
             "model": str(folder), "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 512,
-            "trust_remote_code": options.trust_remote_code, "tensor_parallel_size": tp,
+            "trust_remote_code": options.trust_remote_code,
         }  # fmt: skip
-        args |= {k: v for k, v in options.vllm.items() if v is not None and k != "platform"}
+        args |= {k: v for k, v in options.vllm.items() if v is not None and k != "platform"} | more
+        args |= {"tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp, "enable_expert_parallel": layout.ep}
         if options.class_name is not None:
             args["hf_overrides"] = {**(args.get("hf_overrides") or {}), "architectures": [options.class_name]}
-        if tp > 1:
+        if not layout.alone:
             args["distributed_executor_backend"] = "mp"
-        return EngineArgs(**args).create_engine_config()
+        self._uninspected = None
+        try:
+            return EngineArgs(**args).create_engine_config()
+        except Exception as error:
+            if self._uninspected is not None:
+                raise self._uninspected from error
+            raise
 
-    def group(self, config: Any, tp: int, pp: int = 1) -> None:
-        """A process group of this size, of which this process is rank 0 and alone: no port, no peers.
-
-        Anew for every model: which groups a release makes (for experts, say) depends on the model's config.
-        """
-        import torch.distributed as dist
-        import vllm.distributed as distributed
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        if self._grouped:
-            distributed.destroy_model_parallel()
-            distributed.destroy_distributed_environment()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group(backend="fake", rank=0, world_size=tp * pp, store=FakeStore())
-        self._grouped = True
-        with self.within(config), _fake_groups():
-            distributed.init_distributed_environment(tp * pp, 0, "env://", 0, "fake")
-            distributed.initialize_model_parallel(tp, pp)
+    def join(self, config: Any, layout: Layout = PLAIN, rank: int = 0) -> None:
+        """Be one rank of a layout, for a model of this config."""
+        with suppress(AttributeError):  # as a worker of the release is told
+            config.parallel_config.rank = rank
+        ranks.join(layout, rank, self.within(config))
 
     def within(self, config: Any) -> AbstractContextManager[Any]:
         """The context in which a release builds and loads a model."""
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(config)  # type: ignore[no-any-return]
-
-
-def _fake_groups() -> AbstractContextManager[Any]:
-    """`torch.distributed.new_group` makes groups of the fake backend, whatever backend is asked for."""
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-
-    real = dist.new_group
-
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        return real(*args, **{**kwargs, "backend": "fake"})
-
-    return patch.object(dist, "new_group", new_group)
 
 
 def _stand_in_metadata() -> None:

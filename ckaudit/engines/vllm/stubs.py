@@ -176,6 +176,7 @@ _TRITON: dict[str, dict[str, Any]] = {
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
     },
     "triton.language": {"constexpr": lambda value: value},
+    "triton.backends.nvidia.compiler": {"get_ptxas": lambda *_: types.SimpleNamespace(version="12.9.86")},
     "triton.backends": {
         "backends": {"nvidia": types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))}
     },

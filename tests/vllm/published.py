@@ -1,0 +1,255 @@
+"""What published configs state and transformers' config classes leave at another default, or under another name: facts, with sources.
+
+Most are from the readers of published configs that other projects have written: a field that such a reader needs is in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+JSON = Mapping[str, Any]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Fact(NamedTuple):
+    """What is known of the published checkpoints of one architecture."""
+
+    source: str = ""
+    config: JSON = NOTHING
+    """Fields for the config class: sizes and switches."""
+    written: JSON | Callable[[JSON], JSON] = NOTHING
+    """Fields of `config.json` alone (or a function that works them out from it): what the class has no field for, or calls otherwise."""
+    files: Mapping[str, str] = NOTHING
+    """Further small files."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Patterns and replacements that turn the saved names into the published ones, where saving does not give them back."""
+    also: Mapping[str, str] = NOTHING
+    """Further tensors, each of the shape of another."""
+    verdict: str = "loads"
+    why: str = ""
+    """Where the verdict is another than `loads`: the lines of the release that make it so."""
+    without: str = ""
+    """Why an architecture does not count."""
+
+
+def mlx(model: str) -> str:
+    return f"mlx-vlm 9b13f52, mlx_vlm/models/{model}/config.py"
+
+
+CORPUS = "the published config.json in the corpus of real checkpoints: "
+SENTENCE = {
+    "modules.json": """[
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]""",
+    "1_Pooling/config.json": '{"word_embedding_dimension": 768, "pooling_mode_cls_token": false, "pooling_mode_lasttoken": true}',
+}
+"""The files of an embedding model saved by sentence-transformers (sentence_transformers/SentenceTransformer.py, `_save`)."""
+EMBEDDING = Fact("sentence-transformers: models of this class are published as embedding models", files=SENTENCE)
+SIGLIP = {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}}
+
+
+def _kimi_linear(config: JSON) -> JSON:
+    full = [i + 1 for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    linear = [i + 1 for i, kind in enumerate(config["layer_types"]) if kind != "full_attention"]
+    return {
+        "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "use_grouped_topk": True, "rope_theta": 10000.0, "rope_scaling": None,
+        "linear_attn_config": {"full_attn_layers": full, "kda_layers": linear, "head_dim": config["linear_head_dim"],
+                               "num_heads": config["linear_num_heads"], "short_conv_kernel_size": config["linear_conv_kernel_dim"]},
+    }  # fmt: skip
+
+
+def _mimo(config: JSON) -> JSON:
+    return {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config["layer_types"]],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "sliding_window_size": 128,
+        "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+        "swa_rope_theta": 10000.0, "rope_theta": 5000000.0, "layernorm_epsilon": 1e-05, "partial_rotary_factor": 0.334,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_shared_experts": None,
+    }  # fmt: skip
+
+
+def _lfm2(config: JSON) -> JSON:
+    size = config["hidden_size"]
+    return {"block_dim": size, "conv_dim": size, "conv_dim_out": size, "block_ff_dim": config["intermediate_size"],
+            "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}  # fmt: skip
+
+
+def _dense_first(config: JSON) -> JSON:
+    kinds = config["mlp_layer_types"]
+    return {
+        "first_k_dense_replace": kinds.index("sparse"),
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+
+
+def _lfm2_vl(config: JSON) -> JSON:
+    return {"text_config": _lfm2(config["text_config"])}
+
+
+NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+FACTS: dict[str, Fact] = {
+    # Embedding models and encoders
+    "LlamaModel": EMBEDDING,
+    "MistralModel": EMBEDDING,
+    "Qwen2Model": EMBEDDING,
+    "Gemma2Model": EMBEDDING,
+    "BertModel": Fact(verdict="loads_with_loss", why="vllm/model_executor/models/bert.py:386 drops `pooler.`"),
+    "RobertaModel": Fact(
+        verdict="loads_with_loss", why="RobertaEmbeddingModel builds a BertModel: bert.py:386 drops `pooler.`"
+    ),
+    "RobertaForMaskedLM": Fact(
+        verdict="loads_with_loss", why="vllm/model_executor/models/roberta.py:155 drops `lm_head.`"
+    ),
+    "XLMRobertaModel": Fact(
+        "candle, candle-transformers/src/models/xlm_roberta.rs",
+        written={"position_embedding_type": "absolute"},
+        verdict="loads_with_loss",
+        why="RobertaEmbeddingModel builds a BertModel: bert.py:386 drops `pooler.`",
+    ),
+    "NomicBertModel": Fact(
+        "candle, candle-transformers/src/models/nomic_bert.rs",
+        written={
+            "activation_function": "swiglu",
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_inner": 3072,
+            "n_positions": 8192,
+            "layer_norm_epsilon": 1e-12,
+            "qkv_proj_bias": False,
+            "mlp_fc1_bias": False,
+            "mlp_fc2_bias": False,
+            "rotary_emb_fraction": 1.0,
+            "rotary_emb_base": 1000,
+            "rotary_emb_scale_base": None,
+            "rotary_emb_interleaved": False,
+            "max_trained_positions": 2048,
+            "pad_vocab_size_multiple": 64,
+        },
+    ),
+    "GteModel": Fact(
+        "text-embeddings-inference, backends/candle/src/models/gte.rs",
+        written={
+            "position_embedding_type": "rope",
+            "pack_qkv": True,
+            "layer_norm_type": "layer_norm",
+            "rope_theta": 160000.0,
+        },
+    ),
+    "CLIPModel": Fact(verdict="loads_with_loss", why="vllm/model_executor/models/clip.py:998 ignores `logit_scale`"),
+    "SiglipModel": Fact(
+        verdict="loads_with_loss",
+        why="vllm/model_executor/models/siglip.py:1154 ignores `logit_scale` and `logit_bias`",
+    ),
+    # Text
+    "Lfm2ForCausalLM": Fact(mlx("lfm2"), written=_lfm2),
+    "AfmoeForCausalLM": Fact(
+        mlx("afmoe"), written={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+    ),
+    "DeepseekV2ForCausalLM": Fact(
+        mlx("deepseek_v2"),
+        config={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+        written={"moe_layer_freq": 1, "scoring_func": "softmax"},
+    ),
+    "DeepseekV3ForCausalLM": Fact(mlx("deepseek_v3"), written=NOAUX),
+    "DeepseekV32ForCausalLM": Fact(mlx("deepseek_v32"), written=NOAUX),
+    "GlmMoeDsaForCausalLM": Fact(mlx("glm_moe_dsa"), written=NOAUX),
+    "Glm4MoeForCausalLM": Fact(mlx("glm4_moe"), config={"head_dim": 128}, written=NOAUX),
+    "Glm4MoeLiteForCausalLM": Fact(mlx("glm4_moe_lite"), written=_dense_first),
+    "HYV3ForCausalLM": Fact(written=_dense_first),
+    "KimiLinearForCausalLM": Fact(mlx("kimi_linear"), written=_kimi_linear),
+    "MiniMaxM2ForCausalLM": Fact(
+        mlx("minimax"), written={"rotary_dim": 64, "use_qk_norm": True, "scoring_func": "sigmoid"}
+    ),
+    "LongcatFlashForCausalLM": Fact(
+        mlx("longcat_flash"),
+        written={
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "zero_expert_type": "identity",
+            "attention_method": "MLA",
+        },
+    ),
+    "MiMoV2FlashForCausalLM": Fact(mlx("mimo_v2_flash"), written=_mimo),
+    "AXK1ForCausalLM": Fact(
+        "transformers 5.24.0, models/axk1/modeling_axk1.py: published files store this norm for dense layers too",
+        also={"model.layers.0.post_mlp_layernorm.weight": "model.layers.1.post_mlp_layernorm.weight"},
+    ),
+    "LagunaForCausalLM": Fact(
+        verdict="loads_with_loss",
+        why="RoutedExperts.load_weights (layers/fused_moe/routed_experts.py:1004) knows expert weights only, and gets `e_score_correction_bias`",
+    ),
+    "DbrxForCausalLM": Fact(
+        "mlx-lm d78bf58, tests/test_models.py",
+        config={"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000.0}},
+    ),
+    "NemotronForCausalLM": Fact(mlx("nemotron"), config={"num_key_value_heads": 8}),
+    "Lfm2MoeForCausalLM": Fact(
+        mlx("lfm2_moe"), config={"layer_types": ["full_attention" if i % 4 == 2 else "conv" for i in range(32)]}
+    ),
+    "HunYuanDenseV1ForCausalLM": Fact(mlx("hunyuan_v1_dense"), config={"head_dim": 128}),
+    "HunYuanMoEV1ForCausalLM": Fact(mlx("hunyuan"), config={"head_dim": 128}),
+    # Text with pictures and sound
+    "GlmOcrForConditionalGeneration": Fact(mlx("glm_ocr"), config={"text_config": {"intermediate_size": 4608}}),
+    "Glm4vForConditionalGeneration": Fact(mlx("glm4v"), config={"text_config": {"attention_bias": True}}),
+    "Glm4vMoeForConditionalGeneration": Fact(
+        mlx("glm4v_moe"), config={"text_config": {"head_dim": 128}}, written={"text_config": NOAUX}
+    ),
+    "Gemma3ForConditionalGeneration": Fact(CORPUS + "gemma3-27b-medgemma", config=SIGLIP),
+    "PaliGemmaForConditionalGeneration": Fact(CORPUS + "paligemma-3b", config=SIGLIP),
+    "ColPaliForRetrieval": Fact(CORPUS + "paligemma-3b", config={"vlm_config": {"model_type": "paligemma", **SIGLIP}}),
+    "LlavaOnevisionForConditionalGeneration": Fact(mlx("llava_next"), config=SIGLIP),
+    "Gemma4ForConditionalGeneration": Fact(
+        CORPUS + "gemma4-26b-a4b-w4a16-162shards",
+        config={"vision_config": {"model_type": "gemma4_vision"}, "audio_config": None},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Fact(
+        mlx("gemma4_unified"),
+        config={
+            "vision_config": {"model_type": "gemma4_unified_vision"},
+            "audio_config": {"model_type": "gemma4_unified_audio"},
+        },
+    ),
+    "Lfm2VlForConditionalGeneration": Fact(mlx("lfm2_vl"), written=_lfm2_vl),
+    "Qwen3VLMoeForConditionalGeneration": Fact(mlx("qwen3_vl_moe"), written={"text_config": {"norm_topk_prob": True}}),
+    "Ernie4_5_VLMoeForConditionalGeneration": Fact(
+        mlx("ernie4_5_moe_vl"), written={"vision_config": {"embed_dim": 1280, "mlp_ratio": 4.0}}
+    ),
+    "QianfanOCRForConditionalGeneration": Fact(
+        mlx("internvl_chat"), written={"force_image_size": 448, "select_layer": -1, "ps_version": "v2"}
+    ),
+    "HunYuanVLForConditionalGeneration": Fact(mlx("hunyuan_vl"), config={"text_config": {"head_dim": 128}}),
+    "AriaForConditionalGeneration": Fact(
+        verdict="loads_with_loss", why="vllm/model_executor/models/aria.py drops `vision_tower.post_layernorm`"
+    ),
+    "Qwen2_5OmniForConditionalGeneration": Fact(
+        verdict="loads_with_loss",
+        why="vllm/model_executor/models/qwen2_5_omni_thinker.py drops `talker.` and `token2wav.`",
+    ),
+    "Cosmos3EdgeForConditionalGeneration": Fact(
+        without="published in the folders of a pipeline (`transformer/`, `vision_encoder/`), where vLLM looks; transformers saves one folder"
+    ),
+    "JambaForSequenceClassification": Fact(
+        verdict="loads_with_loss",
+        why="vllm/model_executor/models/jamba.py:424 builds a head that a classifier's checkpoint has not",
+    ),
+    "DiffusionGemmaForBlockDiffusion": Fact(
+        mlx("diffusion_gemma"),
+        config={
+            "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+            "vision_config": {"model_type": "gemma4_vision"},
+        },
+    ),
+    "Qwen3OmniMoeForConditionalGeneration": Fact(
+        mlx("qwen3_omni_moe"), config={"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}}
+    ),
+    "MuseGlimmerAssistantModel": Fact(without="a draft model: it is loaded beside the model that it drafts for"),
+}
