@@ -11,6 +11,7 @@ import msgspec
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts, split
+from ckaudit.checks.homes import Homes
 from ckaudit.checks.quantisation import declared, elsewhere, ignored_by
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
@@ -134,6 +135,21 @@ def companions(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def companions_here(case: Case) -> Iterator[Finding]:
+    """Takes what `companions` explains: the parameters that the tensors which are not there would have filled."""
+    lacking: dict[str, set[str]] = defaultdict(set)
+    for name in (n for f in case.on_files if f.check == COMPANION.id for n in f.names):
+        module, leaf = split(name)
+        lacking[module].update(_BASES if name in case.facts.checkpoint.tensors else (leaf,))
+    if lacking and case.gaps:
+        homes = Homes(case.plan)
+        for module, leaves in lacking.items():
+            inside = homes.among(case.gaps, module)
+            exact = [g for g, leaf in inside if leaf in leaves]
+            case.take((), exact or [g for g, leaf in inside if TAIL.search(leaf)], because=COMPANION.id)
+    return iter(())
+
+
 def _declares(facts: Facts) -> bool:
     return bool(declared(facts)) or bool(elsewhere(facts))
 
@@ -145,9 +161,11 @@ def _likely(need: tuple[str, ...], counts: Counter[str]) -> str:
 def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Finding:
     shown = leaf.rstrip("*")
     names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
+    natural = shown.endswith("g_idx") and not declared(facts).get("desc_act")  # then loaders count the groups themselves
     return on_files(
         facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {listed(names)}.", names,
         mend="Take the tensors from the source of this checkpoint, or quantise it again.", wanted=shown, found="nothing stored",
+        severity="warning" if natural else None,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.companions import FULL, TAIL, listed, recognised
 from ckaudit.checks.facts import Facts, shape, split
+from ckaudit.checks.homes import Homes
 from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, misnamed, targeted
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
@@ -82,18 +83,22 @@ def _experts(facts: Facts, plain: list[str]) -> Iterator[Finding]:
 
 
 def quantised_here(case: Case) -> Iterator[Finding]:
-    """Plain weights that have no place because this engine builds their modules quantised: its ignore list did not reach them."""
+    """Plain weights for modules that this engine builds quantised: they have no place, do not fit, or are cast without a scale."""
     config = declared(case.facts)
-    built = {split(g)[0] for g in case.gaps if TAIL.search(g)} if config and case.strays else set()
+    lacking = [g for g in case.gaps if TAIL.search(g)] if config else []
+    cast = {n for m in case.mismatches if m.kind == "dtype" for n in m.names}
     tensors = case.facts.checkpoint.tensors
-    strays = [
-        n for n, f in case.strays.items()
-        if n.endswith(".weight") and tensors[n].dtype in (None, *FULL) and (f.into or n).removesuffix(".weight") in built
-    ]  # fmt: skip
-    exempt = [n for n in strays if ignored_by(config, n.removesuffix(".weight"))]
+    plain = [
+        n for n in (*case.strays, *case.not_reached, *cast) if n.endswith(".weight") and tensors[n].dtype in (None, *FULL)
+    ] if lacking else []  # fmt: skip
+    if not plain:
+        return
+    homes = Homes(case.plan)
+    gaps = {n: found for n in plain if (found := _lacks(case, homes, n, lacking))}
+    exempt = [n for n in gaps if ignored_by(config, n.removesuffix(".weight"))]
     if exempt:
         yield _lost_entry(case, exempt)
-    rest = [n for n in strays if n not in set(exempt)]
+    rest = [n for n in gaps if n not in set(exempt)]
     idle = {n for f in case.on_files if f.check == IGNORE_LIST.id for n in f.names}
     wrong = [n for n in rest if n.removesuffix(".weight") in idle]
     for names, check, why in (
@@ -103,22 +108,37 @@ def quantised_here(case: Case) -> Iterator[Finding]:
         if names:
             yield case.finding(
                 check,
-                f"{many(len(names), 'plain weight')} without a place: this engine builds those modules quantised, {why}: {listed(names)}.",
+                f"{many(len(names), 'plain weight')} for modules that this engine builds quantised, {why}: {listed(names)}.",
                 names=names, severity="error", blame="config", wanted=_first(case, names[0]), found=printable(names[0]),
                 mend="Write the ignore list with the names of these modules.",
             )  # fmt: skip
-    modules = {(case.strays[n].into or n).removesuffix(".weight") for n in strays}
-    case.take(strays, [g for g in case.gaps if split(g)[0] in modules])
+    case.take(gaps, {g for found in gaps.values() for g in found})
+
+
+def _lacks(case: Case, homes: Homes, name: str, lacking: list[str]) -> list[str]:
+    """The companions that the engine built for the module of a plain weight and found nothing for."""
+    module = name.removesuffix(".weight")
+    if homes.of(module):
+        found = [g for g, _ in homes.among(lacking, module)]
+        return [*found, *(g for g, leaf in homes.among(case.gaps, module) if found and leaf == "weight")]
+    known = {module, (_into(case, name) or name).removesuffix(".weight")}
+    return [g for g in lacking if split(g)[0] in known]
+
+
+def _into(case: Case, name: str) -> str | None:
+    fate = case.strays.get(name) or case.not_reached.get(name)
+    return fate.into if fate is not None else None
 
 
 def _lost_entry(case: Case, names: list[str]) -> Finding:
     name = names[0]
-    module, right = name.removesuffix(".weight"), (case.strays[name].into or name).removesuffix(".weight")
+    module, right = name.removesuffix(".weight"), (_into(case, name) or name).removesuffix(".weight")
     entry = ignored_by(declared(case.facts), module) or ""
-    moved = _through(case.strays[name].chain, module)
+    chain = case.strays[name].chain if name in case.strays else ()
+    moved = _through(chain, module)
     why = (
         f"its rules make `{printable(right)}` of the tensor's module and `{printable(moved)}` of the entry"
-        if case.strays[name].chain and moved != right
+        if chain and moved != right
         else f"it looks for `{printable(right)}` in the list"
     )
     return case.finding(
@@ -145,5 +165,5 @@ def _through(chain: tuple[Step, ...], module: str) -> str:
 
 
 def _first(case: Case, name: str) -> str:
-    right = (case.strays[name].into or name).removesuffix(".weight")
+    right = (_into(case, name) or name).removesuffix(".weight")
     return printable(next((g for g in case.gaps if split(g)[0] == right), right))

@@ -29,6 +29,8 @@ class Raised(NamedTuple):
     finished: bool
     """Whether every weight had been taken: the start-up check raised."""
     excuse: str | None
+    wanted: tuple[int, ...] | None = None
+    """The shape of the part of `parameter` that was to be written, where the raising frame holds it."""
 
 
 class Attempt(NamedTuple):
@@ -188,14 +190,19 @@ def _mapper_class() -> Any:
 def _raised(error: BaseException, observer: Provenance, *, started: bool, finished: bool) -> Raised:
     names: dict[str, None] = {}
     parameter = None
+    place: torch.Tensor | None = None
     for frame in _frames(error.__traceback__):
+        views = []
         for value in list(frame.f_locals.values()):
             if not isinstance(value, torch.Tensor) or value.device.type != "meta":
                 continue
             name, into = observer.name_of(value), observer.parameter_of(value)
             if name is not None:
                 names[name] = None
+            views += [value] if into is not None else []
             parameter = parameter or into
+        if place is None and views:  # of a parameter and a view of it, the view is what was to be written
+            place = min(views, key=torch.Tensor.numel)
     excuse = None
     if isinstance(error, NoValues):
         excuse = f"the loader looks at values: {error}"
@@ -204,7 +211,8 @@ def _raised(error: BaseException, observer: Provenance, *, started: bool, finish
     else:
         found = stubs.touched(error)
         excuse = f"{found} ({type(error).__name__}: {error})" if found else None
-    return Raised(error, () if finished else tuple(names), parameter, finished, excuse)
+    wanted = None if place is None else tuple(place.shape)
+    return Raised(error, () if finished else tuple(names), parameter, finished, excuse, wanted)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[Any]:

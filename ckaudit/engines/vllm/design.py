@@ -74,6 +74,8 @@ def parameter_by_design(
         return "empty: it holds no data"
     if seen.loaded and seen.loaded + seen.constant >= seen.elements and not seen.lost:
         return "padding: the loader fills the rest with a constant"
+    if name.endswith("weight_shape"):
+        return "metadata: the shape before packing, which no kernel asks for"
     if name.endswith("g_idx_sort_indices") or (name.endswith("g_idx") and not _reordered(config)):
         return "computed: the order of groups, which the engine works out itself or does not need without desc_act"
     if _KV_SCALE.search(name):

@@ -12,7 +12,7 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
 from ckaudit.engines.vllm.coverage import ParameterCoverage
 from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
-from ckaudit.engines.vllm.faults import Fault, Story
+from ckaudit.engines.vllm.faults import Fault, Story, family
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
@@ -130,10 +130,22 @@ def _shape_mismatches(story: Story) -> list[Mismatch]:
         parameter = fault.raised.parameter
         if parameter is None or not is_shape_fault(fault.raised):
             continue
-        wanted = story.last.layout.get(parameter)
-        out.append(Mismatch("shape", parameter, (*fault.names, *fault.assumed), str(list(wanted[0])) if wanted else "",
+        wanted = _wanted_shape(fault, parameter, story)
+        out.append(Mismatch("shape", parameter, (*fault.names, *fault.assumed), "" if wanted is None else str(list(wanted)),
                             _found_shape(fault, story)))  # fmt: skip
     return out
+
+
+def _wanted_shape(fault: Fault, parameter: str, story: Story) -> tuple[int, ...] | None:
+    """The shape of a sibling that went whole into a parameter of the same size; else of what the loader was about to write."""
+    layout = story.last.layout
+    whole = layout[parameter][0] if parameter in layout else None
+    kind = family(fault.names[0]) if fault.names else ""
+    for name, seen in story.last.result.tensors.items():
+        fits = seen.into and seen.read == seen.elements and seen.into[0] in layout and layout[seen.into[0]][0] == whole
+        if fits and family(name) == kind:
+            return story.shapes[name]
+    return fault.raised.wanted or whole
 
 
 def _found_shape(fault: Fault, story: Story) -> str:

@@ -1,0 +1,66 @@
+"""Where an engine keeps what belongs to a module of the checkpoint: fused, stacked and renamed modules have other names there."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ckaudit.checks.facts import shape, split
+from ckaudit.plan import Plan
+
+_STACKED = re.compile(r"w\d+_")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+Home = tuple[str, str]
+"""The path of the engine's module, and what its parameters' names begin with: `w13_` of stacked experts, else nothing."""
+
+
+class Homes:
+    """By module of the checkpoint, from what was loaded; a module of which nothing was is placed as its like in another layer is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._seen: dict[str, set[Home]] = defaultdict(set)
+        self._like: dict[str, str] = {}
+        for fate in plan.names:
+            if fate.fate == "loaded" and fate.into is not None:
+                module, leaf = split(fate.name)
+                owner, _, own = fate.into.rpartition(".")
+                stacked = _STACKED.match(own)
+                prefix = own.removesuffix(leaf) if leaf and own.endswith(leaf) else stacked[0] if stacked else ""
+                self._seen[module].add((owner, prefix))
+                self._like.setdefault(shape(module), module)
+
+    def of(self, module: str) -> set[Home]:
+        """Empty where neither this module nor its like was loaded."""
+        if module in self._seen:
+            return self._seen[module]
+        like = self._like.get(shape(module))
+        if like is None:
+            return set()
+        return {(_moved(owner, like, module), prefix) for owner, prefix in self._seen[like]}
+
+    def among(self, parameters: Iterable[str], module: str) -> list[tuple[str, str]]:
+        """Those of `parameters` that belong to `module`, each with its leaf as the checkpoint would call it."""
+        homes = self.of(module)
+        found = []
+        for name in parameters:
+            owner, _, own = name.rpartition(".")
+            prefix = next((p for o, p in homes if o == owner and own.startswith(p)), None)
+            if prefix is not None:
+                found.append((name, own.removeprefix(prefix)))
+        return found
+
+
+def _moved(owner: str, like: str, module: str) -> str:
+    """`owner`, which holds `like`, with the numbers of `module` instead: those that both have, in order."""
+    numbers = list(zip(_NUMBER.findall(like), _NUMBER.findall(module), strict=True))
+
+    def exchanged(match: re.Match[str]) -> str:
+        while numbers:
+            old, new = numbers.pop(0)
+            if old == match[0]:
+                return str(new)
+        return str(match[0])
+
+    return _NUMBER.sub(exchanged, owner)
