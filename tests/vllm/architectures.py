@@ -91,6 +91,8 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
     written = merged(written, known.written(written) if callable(known.written) else known.written)
     for pattern, replacement in known.renames:
         tensors = {re.sub(pattern, replacement, name): held for name, held in tensors.items()}
+    for ending in known.transposed:
+        tensors |= {n: (d, (*s[:-2], s[-1], s[-2])) for n, (d, s) in tensors.items() if n.endswith(ending)}
     tensors |= {name: tensors[like] for name, like in known.also.items()}
     return Made(architecture, {"config.json": json.dumps(written), **known.files}, tensors)
 
@@ -127,10 +129,17 @@ def saved(kind: Any, config: Any) -> tuple[dict[str, Any], dict[str, tuple[str, 
         with torch.device("meta"):
             model = kind._from_config(config, dtype=torch.bfloat16)
         # As after `from_pretrained`: without this note, saving leaves prefixes off that every published file has (`vision_model.`).
-        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [rule for rule in rules if not _twice(rule)]
         with _headers_only() as header:
             model.save_pretrained(folder, max_shard_size="100TB")
         return json.loads((Path(folder) / "config.json").read_text("utf-8")), header
+
+
+def _twice(rule: Any) -> bool:
+    """Whether a rule would put a prefix behind itself: `vision_model.vision_model.` is in no published file."""
+    removed, scope = getattr(rule, "prefix_to_remove", None), rule.scope_prefix or ""
+    return removed is not None and scope.rpartition(".")[2] == removed
 
 
 @contextlib.contextmanager

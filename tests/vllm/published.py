@@ -5,6 +5,7 @@ Most are from the readers of published configs that other projects have written:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ class Fact(NamedTuple):
     """Fields of `config.json` alone (or a function that works them out from it): what the class has no field for, or calls otherwise."""
     files: Mapping[str, str] = NOTHING
     """Further small files."""
-    renames: tuple[tuple[str, str], ...] = ()
+    renames: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = ()
     """Patterns and replacements that turn the saved names into the published ones, where saving does not give them back."""
+    transposed: tuple[str, ...] = ()
+    """Endings of names whose last two dimensions are the other way round in published files; transformers turns them as it loads."""
     also: Mapping[str, str] = NOTHING
     """Further tensors, each of the shape of another."""
     verdict: str = "loads"
@@ -93,7 +96,16 @@ def _lfm2_vl(config: JSON) -> JSON:
     return {"text_config": _lfm2(config["text_config"])}
 
 
+def _pair(match: re.Match[str]) -> str:
+    layer, name = 2 * int(match[1]), match[2]
+    rest = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(name, "mixer")
+    return f"layers.{layer + (name in ('mlp', 'lambda_2'))}.{rest}"
+
+
+TRANSFORMERS = "transformers 5.24.0, conversion_mapping.py: "
 NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+UNUSED = "clip.py:721 passes over the layers behind the one that `vision_feature_layer` names"
 
 FACTS: dict[str, Fact] = {
     # Embedding models and encoders
@@ -101,13 +113,11 @@ FACTS: dict[str, Fact] = {
     "MistralModel": EMBEDDING,
     "Qwen2Model": EMBEDDING,
     "Gemma2Model": EMBEDDING,
-    "BertModel": Fact(verdict="loads_with_loss", why="vllm/model_executor/models/bert.py:386 drops `pooler.`"),
+    "BertModel": Fact(verdict="loads_with_loss", why="bert.py:386 drops `pooler.`"),
     "RobertaModel": Fact(
         verdict="loads_with_loss", why="RobertaEmbeddingModel builds a BertModel: bert.py:386 drops `pooler.`"
     ),
-    "RobertaForMaskedLM": Fact(
-        verdict="loads_with_loss", why="vllm/model_executor/models/roberta.py:155 drops `lm_head.`"
-    ),
+    "RobertaForMaskedLM": Fact(verdict="loads_with_loss", why="roberta.py:155 drops `lm_head.`"),
     "XLMRobertaModel": Fact(
         "candle, candle-transformers/src/models/xlm_roberta.rs",
         written={"position_embedding_type": "absolute"},
@@ -144,10 +154,10 @@ FACTS: dict[str, Fact] = {
             "rope_theta": 160000.0,
         },
     ),
-    "CLIPModel": Fact(verdict="loads_with_loss", why="vllm/model_executor/models/clip.py:998 ignores `logit_scale`"),
+    "CLIPModel": Fact(verdict="loads_with_loss", why="clip.py:998 ignores `logit_scale`"),
     "SiglipModel": Fact(
         verdict="loads_with_loss",
-        why="vllm/model_executor/models/siglip.py:1154 ignores `logit_scale` and `logit_bias`",
+        why="siglip.py:1154 ignores `logit_scale` and `logit_bias`",
     ),
     # Text
     "Lfm2ForCausalLM": Fact(mlx("lfm2"), written=_lfm2),
@@ -165,7 +175,27 @@ FACTS: dict[str, Fact] = {
     "Glm4MoeForCausalLM": Fact(mlx("glm4_moe"), config={"head_dim": 128}, written=NOAUX),
     "Glm4MoeLiteForCausalLM": Fact(mlx("glm4_moe_lite"), written=_dense_first),
     "HYV3ForCausalLM": Fact(written=_dense_first),
-    "KimiLinearForCausalLM": Fact(mlx("kimi_linear"), written=_kimi_linear),
+    "HYV4ForCausalLM": Fact(
+        TRANSFORMERS + "rules that saving turns round for every name, where loading turns few",
+        renames=(
+            (r"\.hc_pre\.hc_(attn|mlp)_layer\.hc_", r".hc_\1_layer.hc_pre.hc_"),
+            (r"\.hc_pre\.hc_head\.", ".hc_head."),
+            (r"(mlp\..*|mlp\.)linear_gate", r"\1gate_proj"),
+        ),
+    ),
+    "DoryForCausalLM": Fact(
+        "transformers 5.24.0, core_model_loading.py, LayerPairCollapse: published files have two layers for one",
+        renames=((r"layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(?=\.|$)", _pair),),
+    ),
+    "DeepseekV4ForCausalLM": Fact(
+        TRANSFORMERS + "the names that it reads start without `model.`",
+        renames=((r"^model\.hc_head\.hc_", "hc_head_"), (r"^model\.embed_tokens\.", "embed."), (r"^model\.", "")),
+    ),
+    "KimiLinearForCausalLM": Fact(
+        mlx("kimi_linear"),
+        written=_kimi_linear,
+        renames=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),  # the dense layers keep their own name
+    ),
     "MiniMaxM2ForCausalLM": Fact(
         mlx("minimax"), written={"rotary_dim": 64, "use_qk_norm": True, "scoring_func": "sigmoid"}
     ),
@@ -185,10 +215,12 @@ FACTS: dict[str, Fact] = {
     ),
     "LagunaForCausalLM": Fact(
         verdict="loads_with_loss",
-        why="RoutedExperts.load_weights (layers/fused_moe/routed_experts.py:1004) knows expert weights only, and gets `e_score_correction_bias`",
+        why="RoutedExperts.load_weights (fused_moe/routed_experts.py:1004) gets `e_score_correction_bias` and passes over it",
     ),
     "DbrxForCausalLM": Fact(
         "mlx-lm d78bf58, tests/test_models.py",
+        verdict="fails",
+        why="dbrx.py:406 looks for `experts.w13_weight`, and the parameter is `experts.routed_experts.w13_weight`",
         config={"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000.0}},
     ),
     "NemotronForCausalLM": Fact(mlx("nemotron"), config={"num_key_value_heads": 8}),
@@ -201,12 +233,26 @@ FACTS: dict[str, Fact] = {
     "GlmOcrForConditionalGeneration": Fact(mlx("glm_ocr"), config={"text_config": {"intermediate_size": 4608}}),
     "Glm4vForConditionalGeneration": Fact(mlx("glm4v"), config={"text_config": {"attention_bias": True}}),
     "Glm4vMoeForConditionalGeneration": Fact(
-        mlx("glm4v_moe"), config={"text_config": {"head_dim": 128}}, written={"text_config": NOAUX}
+        mlx("glm4v_moe"),
+        config={"text_config": {"head_dim": 128}},
+        written={"text_config": {**NOAUX, "use_qk_norm": False}},
     ),
     "Gemma3ForConditionalGeneration": Fact(CORPUS + "gemma3-27b-medgemma", config=SIGLIP),
     "PaliGemmaForConditionalGeneration": Fact(CORPUS + "paligemma-3b", config=SIGLIP),
-    "ColPaliForRetrieval": Fact(CORPUS + "paligemma-3b", config={"vlm_config": {"model_type": "paligemma", **SIGLIP}}),
-    "LlavaOnevisionForConditionalGeneration": Fact(mlx("llava_next"), config=SIGLIP),
+    "ColPaliForRetrieval": Fact(
+        CORPUS + "paligemma-3b",
+        config={"vlm_config": {"model_type": "paligemma", **SIGLIP}},
+        verdict="loads_with_loss",
+        why="colpali.py:197 makes the projection at its weight: the bias comes before",
+    ),
+    "LlavaOnevisionForConditionalGeneration": Fact(
+        config=SIGLIP,
+        verdict="loads_with_loss",
+        why="siglip.py:720 drops `post_layernorm`, which no feature layer needs",
+    ),
+    "LlavaForConditionalGeneration": Fact(verdict="loads_with_loss", why=UNUSED),
+    "LlavaNextForConditionalGeneration": Fact(verdict="loads_with_loss", why=UNUSED),
+    "LlavaNextVideoForConditionalGeneration": Fact(verdict="loads_with_loss", why=UNUSED),
     "Gemma4ForConditionalGeneration": Fact(
         CORPUS + "gemma4-26b-a4b-w4a16-162shards",
         config={"vision_config": {"model_type": "gemma4_vision"}, "audio_config": None},
@@ -218,28 +264,50 @@ FACTS: dict[str, Fact] = {
             "audio_config": {"model_type": "gemma4_unified_audio"},
         },
     ),
-    "Lfm2VlForConditionalGeneration": Fact(mlx("lfm2_vl"), written=_lfm2_vl),
-    "Qwen3VLMoeForConditionalGeneration": Fact(mlx("qwen3_vl_moe"), written={"text_config": {"norm_topk_prob": True}}),
+    "Lfm2VlForConditionalGeneration": Fact(
+        mlx("lfm2_vl"),
+        config={"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
+        written=_lfm2_vl,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Fact(
+        mlx("qwen3_vl_moe"),
+        written={"text_config": {"norm_topk_prob": True}},
+        transposed=("experts.gate_up_proj", "experts.down_proj"),
+    ),
     "Ernie4_5_VLMoeForConditionalGeneration": Fact(
-        mlx("ernie4_5_moe_vl"), written={"vision_config": {"embed_dim": 1280, "mlp_ratio": 4.0}}
+        mlx("ernie4_5_moe_vl"),
+        written={
+            "vision_config": {"embed_dim": 1280, "mlp_ratio": 4.0},
+            "pixel_hidden_size": 1280,
+            "hidden_size": 2560,
+            "spatial_conv_size": 2,
+            "temporal_conv_size": 2,
+            "use_temporal_conv": True,
+            "rope_3d": True,
+            "freq_allocation": 20,
+        },
     ),
     "QianfanOCRForConditionalGeneration": Fact(
-        mlx("internvl_chat"), written={"force_image_size": 448, "select_layer": -1, "ps_version": "v2"}
+        mlx("internvl_chat"),
+        written={"force_image_size": 448, "select_layer": -1, "ps_version": "v2"},
+        renames=(
+            (r"^language_model\.model\.encoder\.", "language_model.model."),
+        ),  # a rule for the vision tower that saving applies to all
     ),
     "HunYuanVLForConditionalGeneration": Fact(mlx("hunyuan_vl"), config={"text_config": {"head_dim": 128}}),
     "AriaForConditionalGeneration": Fact(
-        verdict="loads_with_loss", why="vllm/model_executor/models/aria.py drops `vision_tower.post_layernorm`"
+        verdict="loads_with_loss", why="aria.py:83 drops `vision_tower.post_layernorm`"
     ),
     "Qwen2_5OmniForConditionalGeneration": Fact(
         verdict="loads_with_loss",
-        why="vllm/model_executor/models/qwen2_5_omni_thinker.py drops `talker.` and `token2wav.`",
+        why="qwen2_5_omni_thinker.py:1111 drops `talker.` and `token2wav.`",
     ),
     "Cosmos3EdgeForConditionalGeneration": Fact(
-        without="published in the folders of a pipeline (`transformer/`, `vision_encoder/`), where vLLM looks; transformers saves one folder"
+        without="published as the folders of a pipeline (`transformer/`, `vision_encoder/`), where vLLM looks; transformers saves one"
     ),
     "JambaForSequenceClassification": Fact(
         verdict="loads_with_loss",
-        why="vllm/model_executor/models/jamba.py:424 builds a head that a classifier's checkpoint has not",
+        why="jamba.py:424 builds a head that a classifier's checkpoint has not",
     ),
     "DiffusionGemmaForBlockDiffusion": Fact(
         mlx("diffusion_gemma"),

@@ -39,6 +39,7 @@ class Session:
         self.torch = torch
         self._uninspected: Exception | None = None
         self._inspect_here()
+        _do_without_processors()
         for name in ("vllm.engine.arg_utils", "vllm.model_executor.model_loader", "vllm.distributed"):
             importlib.import_module(name)
         # As a worker of the release does before it builds a model; some layers ask for room there.
@@ -81,7 +82,11 @@ class Session:
             "trust_remote_code": options.trust_remote_code,
         }  # fmt: skip
         args |= {k: v for k, v in options.vllm.items() if v is not None and k != "platform"} | more
-        args |= {"tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp, "enable_expert_parallel": layout.ep}
+        args |= {
+            "tensor_parallel_size": layout.tp,
+            "pipeline_parallel_size": layout.pp,
+            "enable_expert_parallel": layout.ep,
+        }
         if options.class_name is not None:
             args["hf_overrides"] = {**(args.get("hf_overrides") or {}), "architectures": [options.class_name]}
         if not layout.alone:
@@ -105,6 +110,22 @@ class Session:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(config)  # type: ignore[no-any-return]
+
+
+def _do_without_processors() -> None:
+    """Some configs ask the processor of a multimodal model which kinds of input it takes. Its files decide nothing about weights and are
+    not among those that are read, so where it cannot be made a stub stands in."""
+    with suppress(ImportError, AttributeError):
+        context: Any = importlib.import_module("vllm.multimodal.processing.context").InputProcessingContext
+        real = context.get_hf_processor
+
+        def get_hf_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return real(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001  (whatever it misses: a tokenizer, a file, a class)
+                return stubs.Stub()
+
+        context.get_hf_processor = get_hf_processor
 
 
 def _stand_in_metadata() -> None:

@@ -188,8 +188,12 @@ class _Last(_Finder):
 
     def answers(self, name: str) -> bool:
         top = name.partition(".")[0]
-        if top in sys.stdlib_module_names or top in REAL or top in PROBED:
+        if top in sys.stdlib_module_names or top in REAL:
             return False
+        if top in PROBED and _importer().rpartition(".")[2] != top:
+            return (
+                False  # a module of vLLM that is named after the package is imported only where the package was found
+            )
         if top == "vllm" and not name.startswith(COMPILED):
             return False
         if "." in name and top != "vllm" and not isinstance(sys.modules.get(top), StubModule):
