@@ -140,11 +140,31 @@ def test_experts_are_reduced_together_and_told_apart() -> None:
     assert [(s.name, s.high, s.nan) for s in found] == [(n, float(i), int(i == 5)) for i, n in enumerate(names)]
 
 
+def test_small_tensors_of_one_kind_are_reduced_together_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_TOGETHER", 3)  # eight tensors: two full groups, a rest
+    kinds = [("F32", torch.float32, 16)] * 8 + [("BF16", torch.bfloat16, 32), ("BF16", torch.bfloat16, 16)]
+    data = [torch.full((n,), float(i + 1), dtype=kind) for i, (_, kind, n) in enumerate(kinds)]
+    data[4][7] = 0
+    layout = plan([Stored(f"t{i}", 0, d, (n,), 0, n * k.itemsize) for i, (d, k, n) in enumerate(kinds)], natural_key)
+    scanner = values.Scan(layout, CPU)
+    for index, arena in enumerate(layout.arenas):
+        scanner.ready(index, data[arena.members[0][0]].view(torch.uint8), ())
+    found = scanner.finish(lambda _: pytest.fail("nothing here needs a second look"))
+    assert [(s.name, s.high, s.zeros) for s in found] == [(f"t{i}", float(i + 1), int(i == 4)) for i in range(10)]
+
+
 def test_large_tensors_come_in_blocks_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_CPU_BLOCK", 1000)
     numbers = torch.randn(12_345, generator=torch.Generator().manual_seed(3)) + 0.5
     found = scan("F32", numbers, (12_345,))
     assert found.std == pytest.approx(numbers.double().std(correction=0).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [999, 12_000, 12_345])
+def test_elements_are_counted_past_what_float32_can_count(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_EXACT", 1000)  # in place of 2^24: one cut, cuts of one size, cuts that leave a rest
+    x = (torch.rand(3, n, generator=torch.Generator().manual_seed(1)) > 0.3).float()
+    assert values._nonzero(x, torch.float32).tolist() == [int(row.bool().sum()) for row in x]
 
 
 def test_what_is_equal_has_one_digest_and_a_swap_of_two_words_none() -> None:

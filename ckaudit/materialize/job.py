@@ -8,7 +8,7 @@ import msgspec
 
 from ckaudit.checks.observed import Observed
 from ckaudit.findings import Finding, Skip
-from ckaudit.materialize.layout import Stored
+from ckaudit.materialize.layout import CHUNK, Stored
 
 Status = Literal["complete", "partial", "failed", "interrupted"]
 
@@ -39,8 +39,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A file with the fingerprint to compare with; the JSON report of an earlier load is one."""
     tolerance: float = 1e-2
     """Largest difference of a fingerprint's logits, relative to the largest of them."""
-    readers: int = 8
-    chunk: int = 16 << 20
+    readers: int = 12
+    chunk: int = CHUNK
     access: Literal["auto", "buffered", "ahead", "direct"] = "auto"
 
 

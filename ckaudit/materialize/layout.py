@@ -7,13 +7,17 @@ that joining needs no copy. A wrong guess costs that copy and nothing else: what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 ALIGNMENT = 512
 """Bytes. What torch's caching allocator rounds to; more than any kernel asks for."""
+CHUNK = 32 << 20
+"""Bytes that a reader claims at once: few enough that all have work to the end, so many that claiming costs nothing."""
+WINDOW = 4 << 20
+"""Bytes that are read before they go on: they are still in the processor's cache then, which doubles the rate (see docs/performance.md)."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -41,20 +45,43 @@ class Arena(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A run of bytes of one tensor inside a chunk: `at` counts from the tensor's first byte, `into` from the chunk's."""
+    """Bytes of one tensor: `into` counts from the start of the window, `to` from the start of the allocation `arena`."""
 
     tensor: int
-    at: int
     into: int
     nbytes: int
+    arena: int
+    to: int
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Pieces that follow each other in one file: one read of `nbytes` at `start` (bytes from the start of the file)."""
+
+    shard: int
+    start: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def into(self) -> int:
+        """Where it begins in its window."""
+        return self.pieces[0].into
+
+
+Window = tuple[Run, ...]
+"""What a read buffer holds."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """What one read buffer holds; `before` is the number of bytes of all chunks before it."""
+    """What a reader claims at once. `before` is the number of bytes of all chunks before it."""
 
-    pieces: tuple[Piece, ...]
+    windows: tuple[Window, ...]
     nbytes: int
     before: int
+    tensors: dict[int, int]
+    """Bytes by tensor."""
+    arenas: dict[int, int]
+    """Bytes by allocation."""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -73,7 +100,11 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def plan(
-    tensors: Iterable[Stored], order: Callable[[str], Any], joins: Sequence[Sequence[str]] = (), chunk: int = 16 << 20
+    tensors: Iterable[Stored],
+    order: Callable[[str], Any],
+    joins: Sequence[Sequence[str]] = (),
+    chunk: int = CHUNK,
+    window: int = WINDOW,
 ) -> Layout:
     """The layout of `tensors`, read in `order`. `joins`: source patterns of the loader's converters, `*` for an index."""
     ordered = tuple(sorted(tensors, key=lambda t: order(t.name)))
@@ -82,7 +113,7 @@ def plan(
     for index, arena in enumerate(arenas):
         for tensor, offset in arena.members:
             home[tensor] = (index, offset)
-    return Layout(ordered, arenas, _chunks(ordered, chunk), tuple(home))
+    return Layout(ordered, arenas, tuple(_chunks(ordered, home, chunk, window)), tuple(home))
 
 
 def _arenas(tensors: Sequence[Stored], joins: Sequence[Sequence[str]]) -> tuple[Arena, ...]:
@@ -142,20 +173,50 @@ def _as_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(r"(?<![^.])" + re.escape(start.lstrip(".")) + index + re.escape(end) + r"(?:\.weight)?$")
 
 
-def _chunks(tensors: Sequence[Stored], size: int) -> tuple[Chunk, ...]:
-    """Tensors one after another, packed into chunks of `size` bytes; a long tensor is cut."""
-    chunks: list[Chunk] = []
+def _chunks(tensors: Sequence[Stored], home: Sequence[tuple[int, int]], size: int, window: int) -> Iterator[Chunk]:
+    """Tensors one after another, packed into windows and these into chunks of about `size` bytes; a long tensor is cut."""
+    window = min(window, size)
+    windows: list[Window] = []
+    before = held = 0
+    for runs in _windows(tensors, home, window):
+        windows.append(runs)
+        held += runs[-1].into + runs[-1].nbytes
+        if held + window > size:
+            yield _chunk(windows, held, before)
+            before, held, windows = before + held, 0, []
+    if windows:
+        yield _chunk(windows, held, before)
+
+
+def _chunk(windows: Sequence[Window], nbytes: int, before: int) -> Chunk:
+    by_tensor: dict[int, int] = {}
+    by_arena: dict[int, int] = {}
+    for piece in (p for runs in windows for run in runs for p in run.pieces):
+        by_tensor[piece.tensor] = by_tensor.get(piece.tensor, 0) + piece.nbytes
+        by_arena[piece.arena] = by_arena.get(piece.arena, 0) + piece.nbytes
+    return Chunk(tuple(windows), nbytes, before, by_tensor, by_arena)
+
+
+def _windows(tensors: Sequence[Stored], home: Sequence[tuple[int, int]], size: int) -> Iterator[Window]:
+    runs: list[Run] = []
     pieces: list[Piece] = []
-    fill = before = 0
+    shard = start = stop = fill = (
+        0  # of the run in hand: its file, where it begins and ends there; and how full the window is
+    )
     for index, tensor in enumerate(tensors):
+        arena, offset = home[index]
         at = 0
         while at < tensor.nbytes:
+            if pieces and (tensor.shard, tensor.start + at) != (shard, stop):
+                runs.append(Run(shard, start, stop - start, tuple(pieces)))
+                pieces = []
+            if not pieces:
+                shard, start, stop = tensor.shard, tensor.start + at, tensor.start + at
             take = min(size - fill, tensor.nbytes - at)
-            pieces.append(Piece(index, at, fill, take))
-            fill, at = fill + take, at + take
+            pieces.append(Piece(index, fill, take, arena, offset + at))
+            fill, at, stop = fill + take, at + take, stop + take
             if fill == size:
-                chunks.append(Chunk(tuple(pieces), fill, before))
-                before, fill, pieces = before + fill, 0, []
+                yield (*runs, Run(shard, start, stop - start, tuple(pieces)))
+                runs, pieces, fill = [], [], 0
     if pieces:
-        chunks.append(Chunk(tuple(pieces), fill, before))
-    return tuple(chunks)
+        yield (*runs, Run(shard, start, stop - start, tuple(pieces)))

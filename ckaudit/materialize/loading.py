@@ -7,7 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +33,7 @@ _COLD = 0.5
 """Share of the files in the page cache below which reading is a matter of the disk."""
 _AHEAD = 512 << 20
 """Bytes that run ahead of a loader that casts, at least."""
-_SWITCH = 5e-4
+_SWITCH = 2e-5
 """Seconds. Reader threads need the interpreter for moments only, and must get it while the loader computes."""
 
 
@@ -71,7 +71,7 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
     scan = Scan(layout, device) if job.options.values else None
     source = _source(job, layout, device, files, scan, needed, watch)
     taken: dict[str, list[str]] = defaultdict(list)
-    with source, _nimble():
+    with scan or nullcontext(), source, _nimble():
         with watch.stage("load"), handed_over(layout, job.files, job.tensors, source, files.read), _sources(taken):
             model, info = cls.from_pretrained(job.folder, **_arguments(job, config), device_map={"": device})
             settle(model)

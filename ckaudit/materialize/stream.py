@@ -19,7 +19,7 @@ from ckaudit.materialize.dtypes import torch_dtype, torch_shape
 from ckaudit.materialize.layout import Chunk, Layout
 from ckaudit.materialize.reader import Access, Reader
 
-READERS = 8
+READERS = 12
 UNBOUNDED = 1 << 62
 _LARGE = 1 << 20
 """Bytes. torch's allocator serves larger requests from blocks that it splits, smaller ones from a pool of their own."""
@@ -58,18 +58,23 @@ class DeviceStream:
         self._events: list[list[Any]] = [[] for _ in layout.arenas]
         self._unawaited: list[list[Any]] = [[] for _ in layout.arenas]
         """Events that the loader's stream has not been made to wait for yet: each once, not once a tensor of its allocation."""
+        self._born: list[Any] = [None] * len(layout.arenas)
+        """Events that a copy must wait for: the memory of an allocation may still be read by earlier work of the default stream."""
+        self._asked: int | None = None
+        """The tensor that `take` waits for."""
         self._unread = [a.nbytes for a in layout.arenas]
         self._untaken = [len(a.members) for a in layout.arenas]
         self._missing = [t.nbytes for t in layout.tensors]
         self._gone = [False] * len(layout.tensors)
         self._last_chunk = _last_chunks(layout)
-        self._size = max((c.nbytes for c in layout.chunks), default=0)
+        self._room = max((w[-1].into + w[-1].nbytes for c in layout.chunks for w in c.windows), default=0)
         self._error: BaseException | None = None
         self._closed = False
         self._started = 0.0
         self.seconds = 0.0
         """From the start of the threads to the last chunk that went over."""
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max(1, readers))]
+        count = max(1, min(readers, len(layout.chunks)))
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
 
     def __enter__(self) -> Self:
         if self._cuda:
@@ -111,9 +116,11 @@ class DeviceStream:
         tensor = self._layout.tensors[index]
         arena, offset = self._layout.home[index]
         with self._condition:
-            self._wanted = max(self._wanted, self._last_chunk[index])
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._missing[index] or self._error is not None or self._closed)
+            if self._missing[index]:
+                self._asked, self._wanted = index, max(self._wanted, self._last_chunk[index])
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: not self._missing[index] or self._error is not None or self._closed)
+                self._asked = None
             if self._error is not None:
                 raise self._error
             if self._closed:
@@ -127,7 +134,8 @@ class DeviceStream:
             self._untaken[arena] -= 1
             if not self._untaken[arena]:
                 self._blocks[arena], self._events[arena] = None, []
-            self._condition.notify_all()
+            if self._ahead < UNBOUNDED:
+                self._condition.notify_all()
         if events:
             current = torch.cuda.current_stream(self._device)
             for event in events:
@@ -138,7 +146,7 @@ class DeviceStream:
     def _work(self) -> None:
         """One reader thread."""
         try:
-            with Reader(self._files, self._device, self._size, self._access) as reader:
+            with Reader(self._files, self._device, self._room, self._access) as reader:
                 while (chunk := self._claim()) is not None:
                     self._move(chunk, reader)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits for a tensor)
@@ -149,7 +157,8 @@ class DeviceStream:
     def _claim(self) -> Chunk | None:
         """The next chunk, once the loader is near enough to it; None when there is none."""
         with self._condition:
-            self._condition.wait_for(lambda: self._over() or self._near())
+            while not self._over() and not self._near():
+                self._condition.wait()
             if self._over():
                 return None
             self._next += 1
@@ -163,49 +172,54 @@ class DeviceStream:
         return self._next <= self._wanted or self._layout.chunks[self._next].before < self._taken + self._ahead
 
     def _move(self, chunk: Chunk, reader: Reader) -> None:
-        targets, allocated = self._targets(chunk)
-        sources = reader.read(chunk, self._layout)
-        with reader.copying(allocated) as event:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        finished: list[tuple[int, torch.Tensor, Sequence[Any]]] = []
-        with self._condition:
-            for piece in chunk.pieces:
-                arena = self._layout.home[piece.tensor][0]
-                self._missing[piece.tensor] -= piece.nbytes
-                self._unread[arena] -= piece.nbytes
-                if event is not None and (not self._events[arena] or self._events[arena][-1] is not event):
-                    self._events[arena].append(event)
-                    self._unawaited[arena].append(event)
-                if not self._unread[arena] and self._ready is not None:
-                    finished.append((arena, self._block(arena), tuple(self._events[arena])))
-            self.seconds = time.perf_counter() - self._started
-            self._condition.notify_all()
+        blocks = self._room_for(chunk, reader)
+        event = None
+        for window in chunk.windows:
+            event = reader.move(window, blocks)
+        finished = self._arrived(chunk, event)
         if self._moved is not None:
             self._moved(chunk.nbytes)
         if self._ready is not None:
-            for arena, block, events in finished:
-                self._ready(arena, block, events)
+            for arena, behind in finished:
+                self._ready(arena, blocks[arena], behind)
 
-    def _targets(self, chunk: Chunk) -> tuple[list[torch.Tensor], Any]:
-        """Room for each piece, and an event that a copy must wait for: the memory may still be read by work of the default stream."""
+    def _room_for(self, chunk: Chunk, reader: Reader) -> dict[int, torch.Tensor]:
+        """The allocations that the chunk fills, by number; made where there are none yet."""
         with self._condition:
-            targets = []
-            for piece in chunk.pieces:
-                arena, offset = self._layout.home[piece.tensor]
-                start = offset + piece.at
-                targets.append(self._block(arena)[start : start + piece.nbytes])
-            if not self._cuda:
-                return targets, None
-            event = torch.cuda.Event()
-            event.record(torch.cuda.default_stream(self._device))
-            return targets, event
+            blocks = {arena: self._block(arena) for arena in chunk.arenas}
+        for arena in blocks:
+            event = self._born[arena]
+            if event is not None:
+                reader.copies.after(event)
+        return blocks
+
+    def _arrived(self, chunk: Chunk, event: Any) -> list[tuple[int, Sequence[Any]]]:
+        """Note that a chunk's copies are under way, the last behind `event`. Returns the allocations that are full by now."""
+        finished: list[tuple[int, Sequence[Any]]] = []
+        with self._condition:  # short: whoever loses the interpreter in here holds up every reader
+            for tensor, nbytes in chunk.tensors.items():
+                self._missing[tensor] -= nbytes
+            for arena, nbytes in chunk.arenas.items():
+                self._unread[arena] -= nbytes
+                if event is not None:
+                    for kept in (self._events[arena], self._unawaited[arena]):
+                        if event not in kept:
+                            kept.append(event)
+                if not self._unread[arena]:
+                    finished.append((arena, tuple(self._events[arena])))
+            self.seconds = time.perf_counter() - self._started
+            if self._asked is not None and not self._missing[self._asked]:
+                self._condition.notify_all()
+        return finished
 
     def _block(self, arena: int) -> torch.Tensor:
         block = self._blocks[arena]
         if block is None:
             block = torch.empty(self._layout.arenas[arena].nbytes, dtype=torch.uint8, device=self._device)
             self._blocks[arena] = block
+            if self._cuda:
+                self._born[arena] = event = torch.cuda.Event()
+                event.record(torch.cuda.default_stream(self._device))
         return block
 
 
@@ -213,8 +227,8 @@ def _last_chunks(layout: Layout) -> list[int]:
     """Of each tensor the number of the chunk that completes it."""
     last = [0] * len(layout.tensors)
     for number, chunk in enumerate(layout.chunks):
-        for piece in chunk.pieces:
-            last[piece.tensor] = number
+        for tensor in chunk.tensors:
+            last[tensor] = number
     return last
 
 

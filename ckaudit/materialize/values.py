@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import islice
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
-import msgspec
 import torch
 
 from ckaudit.checks.observed import TensorStats
@@ -25,77 +27,131 @@ _WIDE = frozenset(
 )
 """Decoded to float64: a power of two up to 2^127, or an integer, must not lose what is looked for."""
 _BLOCK = 1 << 26
+"""Elements of a tensor reduced at once: few enough for float32 sums."""
 _DECODED_BLOCK = 1 << 23
-"""Elements reduced at once: few enough for float32 sums, and for a decoded copy that costs no memory to speak of."""
+"""Elements decoded at once: the copy costs no memory to speak of."""
 _CPU_BLOCK = 1 << 20
 """On a CPU: a block that stays in the cache while it is reduced six times."""
 _SMALL = 1 << 16
+_TOGETHER = 256
+"""Small tensors of one dtype and size that are reduced at once."""
 # E2M1 by nibble. Source: OCP Microscaling Formats (MX) 1.0, section 5.3.3.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_EXACT = 1 << 24
+"""Elements that float32 can count one by one."""
 _DROWNED = 1e4
 """mean² / variance from which float32 sums of squares say little about the deviation."""
 
 
-class _Rows(msgspec.Struct, frozen=True):
-    """Reductions of one block: tensors `members`, `count` elements of each, and per tensor the values of `columns` (on the device)."""
+class _Rows(NamedTuple):
+    """Reductions of one block, on the device: tensors `members`, `count` elements of each, and an element per tensor in everything else."""
 
     members: tuple[int, ...]
-    count: int
-    floats: Any
-    """float32 or float64, (6, len(members)): low, high, mean, variance, 4th power sum, elements that are not zero."""
+    elements: int
+    centred: bool
+    """Whether mean and variance stand in place of sum and 2-norm."""
+    low: Any
+    high: Any
+    total: Any
+    square: Any
+    """The 2-norm."""
+    fourth: Any
+    """The 4-norm."""
+    nonzero: Any
     digest: Any
-    """int64, (len(members),): the sum of the bytes as 64-bit words, which no order of adding changes."""
+    """int64: the sum of the bytes as 64-bit words, which no order of adding changes."""
 
 
 class Scan:
-    """Takes finished allocations in any thread (`ready`), and tells about every tensor at the end (`finish`)."""
+    """Takes finished allocations in any thread (`ready`), and tells about every tensor at the end (`finish`). A context manager.
+
+    On a GPU a thread and a stream of its own reduce them: readers go on reading. Tensors too small to be worth a launch wait for others of
+    their kind.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._cuda = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._lock = threading.Lock()
         self._rows: list[_Rows] = []
+        self._small: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
+        self._queue: SimpleQueue[tuple[int, torch.Tensor, Sequence[Any]] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True) if device.type == "cuda" else None
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
 
     def ready(self, arena: int, block: torch.Tensor, events: Sequence[Any]) -> None:
-        """Reduce one allocation (flat uint8) behind `events`; returns before the device has done it."""
-        if self._stream is None:
-            rows = self._reduce(self._layout.arenas[arena], block)
+        """Reduce one allocation (flat uint8) behind `events`; on a GPU it returns at once."""
+        if self._thread is not None:
+            self._queue.put((arena, block, events))
         else:
-            with torch.cuda.stream(self._stream):
-                for event in events:
-                    self._stream.wait_event(event)
-                rows = self._reduce(self._layout.arenas[arena], block)
-                block.record_stream(self._stream)
-        with self._lock:
-            self._rows += rows
+            self._reduce(self._layout.arenas[arena], block)
 
     def finish(self, reread: Callable[[Stored], torch.Tensor]) -> tuple[TensorStats, ...]:
-        """What was found, in the order of the layout. `reread` gives a tensor's bytes (flat uint8, on the CPU) once more."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        parts: dict[int, list[tuple[int, list[float], int]]] = {}
-        if self._rows:  # everything in one copy each: a wait for each allocation would take longer than its reductions
-            floats = torch.cat([rows.floats.double() for rows in self._rows], dim=1).t().tolist()
-            digests = torch.cat([rows.digest for rows in self._rows]).tolist()
-            told = ((member, rows.count) for rows in self._rows for member in rows.members)
-            for (member, count), moments, digest in zip(told, floats, digests, strict=True):
-                parts.setdefault(member, []).append((count, moments, digest))
+        """After the context: what was found, in the order of the layout. Raises what reducing raised.
+
+        `reread` gives a tensor's bytes (flat uint8, on the CPU) once more.
+        """
+        if self._error is not None:
+            raise self._error
+        self._flush_all()
+        parts: dict[int, list[_Part]] = {}
+        for rows, part in _parts(self._rows):
+            for member, moments in zip(rows.members, part, strict=True):
+                parts.setdefault(member, []).append(moments)
         stats = []
         for index, tensor in enumerate(self._layout.tensors):
             found = _merge(tensor, parts.get(index, []))
             stats.append(exact(tensor, reread(tensor)) if _unsettled(found) else found)
         return tuple(stats)
 
-    def _reduce(self, arena: Arena, block: torch.Tensor) -> list[_Rows]:
-        rows: list[_Rows] = []
+    def _work(self) -> None:
+        """The thread."""
+        try:
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                while (told := self._queue.get()) is not None:
+                    arena, block, events = told
+                    for event in events:
+                        stream.wait_event(event)
+                    self._reduce(self._layout.arenas[arena], block)
+                    block.record_stream(stream)
+                self._flush_all()
+            stream.synchronize()
+        except BaseException as error:  # noqa: BLE001  (raised again by `finish`)
+            self._error = error
+
+    def _reduce(self, arena: Arena, block: torch.Tensor) -> None:
         for members in _alike(arena, self._layout.tensors):
             first = self._layout.tensors[members[0][0]]
             start = members[0][1]
             flat = block[start : start + first.nbytes * len(members)].view(len(members), first.nbytes)
-            for count, floats, digest in _blocks(first.dtype, flat):
-                rows.append(_Rows(tuple(m for m, _ in members), count, floats, digest))
-        return rows
+            if len(members) > 1 or first.nbytes > _SMALL:
+                self._rows += _blocks(tuple(m for m, _ in members), first.dtype, flat)
+                continue
+            waiting = self._small.setdefault((first.dtype, first.nbytes), [])
+            waiting.append((members[0][0], flat[0]))
+            if len(waiting) >= _TOGETHER:
+                self._flush(first.dtype, first.nbytes)
+
+    def _flush_all(self) -> None:
+        for kind in list(self._small):
+            self._flush(*kind)
+
+    def _flush(self, dtype: str, nbytes: int) -> None:
+        """Reduce the small tensors of one kind, as rows of one matrix."""
+        waiting = self._small.pop((dtype, nbytes))
+        self._rows += _blocks(tuple(m for m, _ in waiting), dtype, torch.stack([flat for _, flat in waiting]))
 
 
 def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
@@ -136,19 +192,52 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
     )
 
 
-def _merge(tensor: Stored, parts: Sequence[tuple[int, list[float], int]]) -> TensorStats:
+class _Part(NamedTuple):
+    """The moments of one block of a tensor."""
+
+    elements: int
+    low: float
+    high: float
+    mean: float
+    variance: float
+    quad: float
+    """The sum of 4th powers."""
+    nonzero: float
+    digest: int
+
+
+def _parts(every: Sequence[_Rows]) -> Iterator[tuple[_Rows, list[_Part]]]:
+    """The blocks' reductions as numbers. One copy from the device for all: a wait for each would take longer than its reductions."""
+    if not every:
+        return
+    columns = [[getattr(rows, name) for rows in every] for name in _Rows._fields[3:-1]]
+    table = torch.stack([torch.cat(column).double() for column in columns], dim=1).tolist()
+    cells = zip(table, torch.cat([rows.digest for rows in every]).tolist(), strict=True)
+    for rows in every:
+        parts = []
+        for (low, high, total, square, fourth, nonzero), digest in islice(cells, len(rows.members)):
+            mean, variance = total, square
+            if not rows.centred:
+                mean = total / rows.elements
+                variance = max(square * square / rows.elements - mean * mean, 0.0)
+            quad = fourth * fourth * fourth * fourth
+            parts.append(_Part(rows.elements, low, high, mean, variance, quad, nonzero, digest))
+        yield rows, parts
+
+
+def _merge(tensor: Stored, parts: Sequence[_Part]) -> TensorStats:
     """The blocks of one tensor as one."""
     if len(parts) == 1:
-        count, (low, high, mean, variance, quad, nonzero), digest = parts[0]
+        count, low, high, mean, variance, quad, nonzero, digest = parts[0]
     else:
-        count = sum(n for n, _, _ in parts)
-        lows, highs = [row[0] for _, row, _ in parts], [row[1] for _, row, _ in parts]
+        count = sum(p.elements for p in parts)
+        lows, highs = [p.low for p in parts], [p.high for p in parts]
         bad = any(map(math.isnan, lows))  # whatever min() makes of NaN depends on where it stands
         low, high = (math.nan, math.nan) if bad else (min(lows, default=0.0), max(highs, default=0.0))
-        mean = sum(n * row[2] for n, row, _ in parts) / count if count else 0.0
-        variance = sum(n * (row[3] + (row[2] - mean) ** 2) for n, row, _ in parts) / count if count else 0.0
-        quad, nonzero = sum(row[4] for _, row, _ in parts), sum(row[5] for _, row, _ in parts)
-        digest = _signed(sum(d for _, _, d in parts))
+        mean = sum(p.elements * p.mean for p in parts) / count if count else 0.0
+        variance = sum(p.elements * (p.variance + (p.mean - mean) ** 2) for p in parts) / count if count else 0.0
+        quad, nonzero = sum(p.quad for p in parts), sum(p.nonzero for p in parts)
+        digest = _signed(sum(p.digest for p in parts))
     std = math.sqrt(variance) if variance >= 0 else math.nan
     return TensorStats(
         name=tensor.name,
@@ -199,30 +288,44 @@ def _alike(arena: Arena, tensors: Sequence[Stored]) -> Iterator[list[tuple[int, 
         yield run
 
 
-def _blocks(dtype: str, flat: torch.Tensor) -> Iterator[tuple[int, Any, Any]]:
-    """(elements per row, float reductions, digest) of the rows of `flat` (tensors, bytes), block by block."""
-    size = _CPU_BLOCK if flat.device.type == "cpu" else _BLOCK if dtype in _NATIVE else _DECODED_BLOCK
+def _blocks(members: tuple[int, ...], dtype: str, flat: torch.Tensor) -> Iterator[_Rows]:
+    """The reductions of the rows of `flat` (tensors, bytes), block by block."""
+    if flat.device.type != "cpu" and dtype in _NATIVE:
+        size = _BLOCK  # of each row: nothing is copied
+    else:
+        size = max(1, (_CPU_BLOCK if flat.device.type == "cpu" else _DECODED_BLOCK) // flat.shape[0])
     digest: Any = _digest(flat)
-    for values in _decoded(dtype, flat, max(1, size // flat.shape[0])):
-        yield values.shape[1], _moments(values), digest
+    for values in _decoded(dtype, flat, size):
+        yield _reductions(members, values, digest)
         digest = torch.zeros_like(digest)  # counted with the first block alone
 
 
-def _moments(x: torch.Tensor) -> Any:
-    """(6, rows): low, high, mean, variance, 4th power sum, elements that are not zero, of each row of `x`, without a copy of it."""
+def _reductions(members: tuple[int, ...], x: torch.Tensor, digest: Any) -> _Rows:
+    """Of each row of `x`, without a copy of it and in as few calls as torch allows: with readers at work each waits for the interpreter."""
     n = x.shape[1]
-    if x.device.type == "cpu" or n <= _SMALL:
+    centred = n <= _SMALL
+    if x.device.type == "cpu" or centred:
         x = x if x.dtype == torch.float64 else x.float()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     low, high = torch.aminmax(x, dim=1)
-    if n <= _SMALL:
-        variance, mean = torch.var_mean(x, dim=1, correction=0)
+    if centred:
+        square, total = torch.var_mean(x, dim=1, correction=0)
     else:
-        mean = x.sum(dim=1, dtype=wide) / n
-        variance = (torch.linalg.vector_norm(x, 2, dim=1, dtype=wide) ** 2 / n - mean**2).clamp_min_(0)
-    quad = torch.linalg.vector_norm(x, 4, dim=1, dtype=wide) ** 4
-    nonzero = torch.linalg.vector_norm(x, 0, dim=1, dtype=wide)
-    return torch.stack([low.to(wide), high.to(wide), mean.to(wide), variance.to(wide), quad, nonzero])
+        total = torch.sum(x, dim=1, dtype=wide)
+        square = torch.linalg.vector_norm(x, 2, dim=1, dtype=wide)
+    fourth = torch.linalg.vector_norm(x, 4, dim=1, dtype=wide)
+    return _Rows(members, n, centred, low, high, total, square, fourth, _nonzero(x, wide), digest)
+
+
+def _nonzero(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """How many elements of each row are not zero, exactly."""
+    n = x.shape[1]
+    cuts = -(-n // _EXACT)
+    if cuts == 1:
+        return torch.linalg.vector_norm(x, 0, dim=1, dtype=wide)
+    if n % cuts == 0:
+        return torch.linalg.vector_norm(x.unflatten(1, (cuts, -1)), 0, dim=2, dtype=wide).double().sum(dim=1)
+    return torch.stack([_nonzero(part, wide) for part in x.split(_EXACT, dim=1)]).double().sum(dim=0)
 
 
 def _decoded(dtype: str, flat: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
@@ -274,8 +377,8 @@ def of_parameters(model: Any) -> tuple[TensorStats, ...]:
     for tensor in stored:
         flat = held[tensor.name].flatten().view(torch.uint8)
         layout = Layout((tensor,), (Arena(tensor.nbytes, ((0, 0),)),), (), ((0, 0),))
-        scan = Scan(layout, flat.device)
-        scan.ready(0, flat, ())
+        with Scan(layout, flat.device) as scan:
+            scan.ready(0, flat, ())
         stats += scan.finish(lambda t: held[t.name].flatten().view(torch.uint8).cpu())
     return tuple(stats)
 
