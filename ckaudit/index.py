@@ -36,6 +36,11 @@ class Index(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     defects: tuple[Defect, ...] = ()
 
+    @property
+    def broken(self) -> frozenset[str]:
+        """Tensor names whose entries name no file that can be read."""
+        return frozenset(d.name for d in self.defects if d.name and d.code in ("index-form", "shard-name"))
+
 
 def parse(path: str, data: bytes) -> Index:
     """The index in `data`, and everything that is wrong with it. `path` is only carried along."""
@@ -49,7 +54,7 @@ def parse(path: str, data: bytes) -> Index:
         for member in jsonscan.members(data):
             key = _text(member.key)
             if key in fields:
-                defects.append(Defect("index-form", key, f"{key} once", "twice"))
+                defects.append(Defect("index-twice", key, f"{key} once", "twice"))
             if key is not None:
                 fields[key] = member.value
             if key == "weight_map":
@@ -123,11 +128,11 @@ def _string_pairs(data: bytes, at: int, raw: bytes | None) -> tuple[dict[str, st
             if key is None or value is None:
                 found = f"{jsonscan.excerpt(member.key)}: {jsonscan.excerpt(member.value)}"
                 defects.append(Defect("index-form", key, "a tensor name and a file name", found))
-                continue
-            if key in names:
-                found = f"{names[key]} and {value}" if names[key] != value else "twice"
-                defects.append(Defect("index-duplicate", key, "each name once", found))
-            names[key] = value
+            else:
+                if key in names:
+                    found = f"{names[key]} and {value}" if names[key] != value else "twice"
+                    defects.append(Defect("index-duplicate", key, "each name once", found))
+                names[key] = value
             if len(defects) > MAX_DEFECTS:
                 break
     except jsonscan.Broken as broken:

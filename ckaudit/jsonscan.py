@@ -24,6 +24,7 @@ _STRUCTURE = re.compile(rb'["{}\[\]]')
 _NEXT = re.compile(_WS + rb"([,}])")
 _OPEN = re.compile(_WS + rb"\{")
 _EMPTY = re.compile(_WS + rb"\}")
+_BLANK = re.compile(_WS)
 
 MAX_STRUCTURE = 10_000
 """Brackets and strings inside one nested value, past which it is given up: a tensor entry has fewer than ten."""
@@ -46,46 +47,46 @@ class Member(NamedTuple):
     at: int
 
 
-def members(data: bytes | bytearray, start: int = 0) -> Iterator[Member]:
-    """The members of the object at `start`, repeated keys included, then nothing but white space.
+def members(data: bytes, start: int = 0, stop: int | None = None) -> Iterator[Member]:
+    """The members of the object at `start`, repeated keys included, then nothing but white space up to `stop` (the end, unless given).
 
     Raises Broken where the object is not well formed; every member before that place has been given by then. A value is only
     as well formed as its brackets and quotes: who decodes it learns the rest.
     """
-    opening = _OPEN.match(data, start)
+    stop = len(data) if stop is None else stop
+    opening = _OPEN.match(data, start, stop)
     if opening is None:
         raise Broken(start, "no opening brace")
     at = opening.end()
-    closing = _EMPTY.match(data, at)
+    closing = _EMPTY.match(data, at, stop)
     while closing is None:
-        key = _KEY.match(data, at)
+        key = _KEY.match(data, at, stop)
         if key is None:
             raise Broken(at, "no key, or a key that is not a string,")
-        end = _end_of_value(data, key.end())
-        yield Member(bytes(key.group(1)), bytes(data[key.end() : end]), key.end())
-        follow = _NEXT.match(data, end)
+        end = _end_of_value(data, key.end(), stop)
+        yield Member(key.group(1), data[key.end() : end], key.end())
+        follow = _NEXT.match(data, end, stop)
         if follow is None:
             raise Broken(end, "no comma or closing brace")
         at = follow.end()
         closing = follow if follow.group(1) == b"}" else None
-    rest = bytes(data[closing.end() : closing.end() + 4096]).lstrip(b" \t\n\r")
-    if rest or bytes(data[closing.end() + 4096 :]).strip(b" \t\n\r"):
+    if not _BLANK.fullmatch(data, closing.end(), stop):
         raise Broken(closing.end(), "something follows the closing brace")
 
 
-def _end_of_value(data: bytes | bytearray, at: int) -> int:
+def _end_of_value(data: bytes, at: int, stop: int) -> int:
     for pattern in (_FLAT, STRING, _SCALAR):
-        match = pattern.match(data, at)
+        match = pattern.match(data, at, stop)
         if match is not None:
             return match.end()
     depth = 0
     for _ in range(MAX_STRUCTURE):
-        mark = _STRUCTURE.search(data, at)
+        mark = _STRUCTURE.search(data, at, stop)
         if mark is None:
             break
         char = mark.group()
         if char == b'"':
-            string = STRING.match(data, mark.start())
+            string = STRING.match(data, mark.start(), stop)
             if string is None:
                 raise Broken(mark.start(), "an unfinished string")
             at = string.end()
@@ -99,7 +100,7 @@ def _end_of_value(data: bytes | bytearray, at: int) -> int:
     raise Broken(at, "an unfinished value, or one nested beyond all measure,")
 
 
-def count_strings(text: bytes | bytearray) -> int:
+def count_strings(text: bytes) -> int:
     """How many strings well-formed JSON holds, keys included: more than a decoder kept means that a key was there twice."""
     if b"\\" in text:
         return sum(1 for _ in STRING.finditer(text))
@@ -109,4 +110,6 @@ def count_strings(text: bytes | bytearray) -> int:
 def excerpt(raw: bytes) -> str:
     """At most 60 bytes of the input as printable ASCII, to show in a message."""
     text = raw[:60].decode("ascii", "backslashreplace")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + ("…" if len(raw) > 60 else "")
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text + ("…" if len(raw) > 60 else "")

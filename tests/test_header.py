@@ -10,7 +10,7 @@ import pytest
 from helpers import Entries, data_size, encode, header, header_json, safetensors_file
 from safetensors import SafetensorError, deserialize
 
-from ckaudit.header import DTYPE_BITS, MAX_HEADER, Defect, TensorInfo, declared_length, needed, parse
+from ckaudit.header import DTYPE_BITS, MAX_HEADER, Defect, TensorInfo, declared_length, needed, parse, text
 from ckaudit.header.text import decode
 
 ONE: Entries = {"a": ("F32", [1])}
@@ -44,8 +44,8 @@ def test_a_sound_header() -> None:
     assert found.defects == ()
     assert found.metadata == {"format": "pt"}
     assert found.tensors == {
-        "a.weight": TensorInfo("BF16", (2, 3), (0, 12)),
-        "a.bias": TensorInfo("F32", (), (12, 16)),
+        "a.weight": TensorInfo("BF16", (2, 3), 0, 12),
+        "a.bias": TensorInfo("F32", (), 12, 16),
     }
     assert list(found.tensors) == ["a.weight", "a.bias"]
     assert found.length == len(data) - 8 - 16
@@ -74,6 +74,7 @@ SOUND = {
     "fields in another order": encode('{"a":{"data_offsets":[0,4],"shape":[1],"dtype":"F32"}}') + bytes(4),
     "names with escapes": encode('{"\\u0061\\n\\ud83d\\ude00\\"":{"\\u0064type":"F32","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
     "a name of control characters, escaped": encode('{"\\u0000\\u001b[31m":' + F32 + "}") + bytes(4),
+    "a name that ends like an entry": encode('{"},":' + F32 + ',"b},":{"dtype":"U8","shape":[],"data_offsets":[4,5]}}') + bytes(5),
     "a name that is empty": encode('{"":' + F32 + "}") + bytes(4),
     "a name with minus zero in it": encode('{"block-01,-0":' + F32 + "}") + bytes(4),
     "a length that spells a pickle": encode('{"__metadata__":{"pad":"' + "x" * (0x0280 - 27) + '"}}'),
@@ -152,6 +153,9 @@ REJECTED: dict[str, tuple[bytes, str, str | None]] = {
     "cut in the header": (safetensors_file(TWO)[:60], "header-truncated", None),
     "a byte too many": (safetensors_file(TWO) + b"x", "trailing-bytes", None),
     "bytes behind no tensors": (encode("{}") + b"x", "trailing-bytes", None),
+    "a field more that is no JSON": (encode('{"a":' + F32[:-1] + ',"x":nope}}') + bytes(4), "header-json", "a"),
+    "a comma after the metadata": (encode('{"__metadata__":{},}'), "header-json", None),
+    "no comma after the metadata": (encode('{"__metadata__":{}"a":' + F32 + "}") + bytes(4), "header-json", None),
     "metadata of numbers": (encode('{"__metadata__":{"a":1},"a":' + F32 + "}") + bytes(4), "metadata", "__metadata__"),
     "metadata nested": (encode('{"__metadata__":{"a":{"b":"c"}},"a":' + F32 + "}") + bytes(4), "metadata", "__metadata__"),
     "metadata a list": (encode('{"__metadata__":[],"a":' + F32 + "}") + bytes(4), "metadata", "__metadata__"),
@@ -282,6 +286,23 @@ def test_fast_and_slow_path_agree() -> None:
     found = parse(slow, len(slow))
     assert [d.code for d in found.defects] == ["extra-field"]
     assert found.tensors == fast[0]
+
+
+def test_entries_are_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header is cut between any two of its entries, and a name that reads like such a place changes nothing."""
+    monkeypatch.setattr(text, "_PIECE", 1)
+    for data in (_long(30), *SOUND.values()):
+        length = declared_length(data)
+        assert length is not None
+        found, whole = parse(data, len(data)), json.loads(data[8 : 8 + length])
+        whole.pop("__metadata__", None)
+        assert found.defects == ()
+        assert {n: (t.dtype, list(t.shape), list(t.data_offsets)) for n, t in found.tensors.items()} == {
+            n: (t["dtype"], t["shape"], t["data_offsets"]) for n, t in whole.items()
+        }
+    assert decode(_long(30), len(_long(30)) - 38) is not None, "thirty pieces are no reason for the slow path"
+    twice = encode('{"a":' + F32 + ',"b":' + F32.replace("0,4", "4,8") + ',"a":' + F32 + "}") + bytes(8)
+    assert "duplicate-name" in codes(twice), "also where the two are in different pieces"
 
 
 def test_the_collector_is_as_it_was() -> None:

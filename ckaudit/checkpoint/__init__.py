@@ -275,9 +275,8 @@ def _tensors(shards: tuple[Shard, ...], found: Index | None, folder: str) -> dic
     for shard in shards:
         path = shard.path
         for name, info in shard.header.tensors.items() if shard.header else ():
-            begin, end = info.data_offsets
             dtype = info.dtype if info.dtype in DTYPE_BITS else None
-            tensors[name] = TensorSpec(name, path, dtype, info.shape, end - begin)
+            tensors[name] = TensorSpec(name, path, dtype, info.shape, info.nbytes)
     unread = {shard.path for shard in shards if shard.header is None}
     for name, file in (found.weight_map if found and unread else {}).items():
         if folder + file in unread and name not in tensors:

@@ -4,8 +4,9 @@ Format (https://github.com/huggingface/safetensors, README "Format"): 8 bytes li
 `{"NAME": {"dtype": "F16", "shape": [1, 16], "data_offsets": [BEGIN, END]}, "__metadata__": {"k": "v"}}`,
 then the data; offsets are relative to the first byte of data.
 
-Two paths give the same result on a sound header. The fast one is a typed decode of the whole; whatever it cannot vouch for goes to
-the slow one, which takes the header member by member, names each fault, and keeps every entry that can be understood.
+Two paths give the same result on a sound header. The fast one (`text`) is typed decodes of large pieces; whatever it cannot vouch for
+goes to the slow one (`diagnosis`), which takes the header member by member, names each fault, and keeps every entry that can be
+understood. Both stay within four times the header's length, its own bytes included, unless every tensor has a shape of its own.
 
 Whatever safetensors 0.8 rejects is a defect here. Stricter than it, on purpose: a repeated tensor or metadata name (it takes the last),
 an entry that is not an object or whose dtype is not a string (its JSON library allows both), fields that the format does not have.
@@ -25,7 +26,7 @@ from ckaudit.header.model import Defect as Defect
 from ckaudit.header.model import Header as Header
 from ckaudit.header.model import TensorInfo as TensorInfo
 from ckaudit.header.places import misplaced
-from ckaudit.header.text import decode, diagnose
+from ckaudit.header.text import decode
 
 
 def declared_length(prefix: bytes) -> int | None:
@@ -71,9 +72,11 @@ def parse(data: bytes, file_size: int | None) -> Header:
             tensors, metadata = sound
             complete = True
         else:
-            tensors, metadata, faults = diagnose(data[8 : 8 + length], whole=whole)
+            from ckaudit.header.diagnosis import diagnose
+
+            tensors, metadata, faults = diagnose(data, 8, min(8 + length, len(data)), whole=whole)
             defects += faults
-            complete = whole and all(d.code in ("metadata", "extra-field", "dtype") for d in faults)
+            complete = whole and all(d.code in ("metadata", "metadata-length", "extra-field", "dtype") for d in faults)
         data_size = None if file_size is None or not whole else file_size - 8 - length
         defects += misplaced(tensors, data_size, complete=complete)
     return Header(tensors, metadata, length, _capped(defects))

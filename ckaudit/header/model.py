@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
 import msgspec
 
 # Bits per element. Source: safetensors `Dtype` (tensor.rs, 0.6 and newer).
@@ -22,31 +20,37 @@ MAX_SIZE = 2**64 - 1
 MAX_DEFECTS = 100_000
 """Defects listed per file; one more says that there are others. A hostile header could hold millions."""
 
-if TYPE_CHECKING:
-    Dtype = str
-    Size = int
-else:  # what the typed decode accepts; it hands out the one string object of each dtype, which saves 25 MB on a large header
-    Dtype = Literal[tuple(DTYPE_BITS)]
-    Size = Annotated[int, msgspec.Meta(ge=0)]
+MAX_FIELD = 65_536
+"""Bytes. A longer dtype, shape or place is none: real ones have twenty."""
+
+MAX_PAIRS = 10_000
+"""Pairs of metadata that are looked at; real files have ten."""
 
 
-class TensorInfo(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """One tensor as its header declares it: safetensors dtype name, shape, and data offsets in bytes.
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
+    """One tensor as its header declares it: safetensors dtype name, shape, and where its data begins and ends, in bytes.
 
-    An unknown dtype keeps its spelling.
+    An unknown dtype keeps its spelling. Equal shapes of one header are one object, and so are the end of a tensor and the beginning of
+    the next: of half a million tensors that leaves half the memory.
     """
 
-    dtype: Dtype
-    shape: tuple[Size, ...]
-    data_offsets: tuple[Size, Size]
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def data_offsets(self) -> tuple[int, int]:
+        """Beginning and end, as the format has them."""
+        return self.begin, self.end
 
     @property
     def nbytes(self) -> int:
         """Bytes of data that the offsets span."""
-        return self.data_offsets[1] - self.data_offsets[0]
+        return self.end - self.begin
 
 
-class Defect(msgspec.Struct, frozen=True):
+class Defect(msgspec.Struct, frozen=True, gc=False):
     """One thing wrong with a file, as a fact: `code` says which kind (see `checks.container`), `name` the tensor, if one."""
 
     code: str

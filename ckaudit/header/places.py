@@ -14,7 +14,7 @@ def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete
     at = 0
     bits = DTYPE_BITS
     for info in tensors.values():
-        begin, end = info.data_offsets
+        begin, end = info.begin, info.end
         if begin != at or prod(info.shape) * bits.get(info.dtype, 0) != (end - begin) * 8 or begin == end:
             break
         at = end
@@ -27,7 +27,7 @@ def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete
 
 def _sizes_wrong(tensors: dict[str, TensorInfo]) -> Iterator[Defect]:
     for name, info in tensors.items():
-        begin, end = info.data_offsets
+        begin, end = info.begin, info.end
         if end < begin:
             yield Defect("offsets", name, "data_offsets in order", f"[{begin}, {end}]")
             continue
@@ -56,8 +56,11 @@ def _checked_bits(info: TensorInfo) -> int | None:
 
 def _places_wrong(tensors: dict[str, TensorInfo], data_size: int | None, *, complete: bool) -> Iterator[Defect]:
     at, last = 0, ""
-    for name, info in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
-        begin, end = info.data_offsets
+    order = sorted(tensors, key=lambda name: tensors[name].end)
+    order.sort(key=lambda name: tensors[name].begin)
+    for name in order:
+        info = tensors[name]
+        begin, end = info.begin, info.end
         if end < begin:
             complete = False
             continue

@@ -88,6 +88,7 @@ _KINDS: dict[str, _Kind] = {
     ),
     "metadata": _Kind(BAD_METADATA, "__metadata__ of {where} is not an object of strings; readers refuse it.", _SAVE),
     "duplicate-metadata": _Kind(SURPLUS, "__metadata__ of {where} has a key twice; readers keep one of them.", _SAVE),
+    "metadata-length": _Kind(SURPLUS, "__metadata__ of {where} has so many pairs that not all were looked at.", _SAVE),
     "extra-field": _Kind(SURPLUS, "{where} has entries with fields that readers ignore.", _SAVE),
 }  # fmt: skip
 
@@ -138,7 +139,7 @@ def _lost(shard: Shard) -> str:
     if shard.header is None or shard.size is None:
         return "tensors"
     there = shard.size - 8 - shard.header.length
-    lost = sum(info.data_offsets[1] > there for info in shard.header.tensors.values())
+    lost = sum(info.end > there for info in shard.header.tensors.values())
     return f"{lost:,} of {len(shard.header.tensors):,} tensors"
 
 
@@ -150,7 +151,7 @@ def _at_stake(shard: Shard, defect: Defect) -> int:
         return max(0, info.nbytes) if info else 0
     if header is None or shard.size is None or defect.code not in ("data-truncated", "trailing-bytes"):
         return shard.size or 0
-    end = max((info.data_offsets[1] for info in header.tensors.values()), default=0)
+    end = max((info.end for info in header.tensors.values()), default=0)
     return abs(shard.size - 8 - header.length - end)
 
 
