@@ -20,7 +20,7 @@ def passed(**fields: Any) -> dict[str, Any]:
         "fingerprint": PRINT,
         "reason": None,
     }
-    return {"ignored_from": [], **usual, **fields}
+    return {"ignored_from": [], "raised_from": [], **usual, **fields}
 
 
 def checks(*runs: dict[str, Any], load: dict[str, Any] | None = None) -> list[str]:
@@ -73,6 +73,13 @@ def test_input_that_nothing_looks_at() -> None:
     assert checks(passed(kind="image", status="ignored", finite=None, fingerprint=None)) == ["CK605"]
     assert checks(passed(kind="image", ignored_from=["processor"])) == ["CK605"]
     assert checks(passed(kind="image", ignored_from=["config"])) == []  # one of our own tries
+
+
+def test_what_the_repos_processor_makes_must_not_raise() -> None:
+    told = "processor: ValueError: Image features and image tokens do not match"
+    assert checks(passed(kind="image", raised_from=["processor"], reason=told)) == ["CK602"]
+    assert checks(passed(kind="image", raised_from=["config"])) == []  # one of our own tries
+    assert checks(passed(kind="image", reason="processor: ImportError: no torchvision")) == []
 
 
 def test_input_that_could_not_be_made_is_not_passed() -> None:

@@ -337,30 +337,86 @@ def test_nan_in_the_vision_tower_is_found_by_the_pictures(tmp_path: Path) -> Non
     assert {r["kind"]: r["finite"] for r in result.forward["runs"]} == {"text": True, "image": False, "video": False}
 
 
-def test_the_repos_own_tokenizer_and_chat_template_make_the_text(llama: Path, tmp_path: Path) -> None:
+def tokenizer(**tokens: int) -> Any:
+    """A tokenizer of whole words for the sentence that inputs are made of, with these tokens besides."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<unk>", "<user>", *processed._SENTENCE.replace(".", " .").replace(",", " ,").split()]
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
+    words = ["<unk>", *processed._SENTENCE.replace(".", " .").replace(",", " ,").split()]
+    vocabulary = {w: i for i, w in enumerate(dict.fromkeys(words))} | {f"<{name}>": i for name, i in tokens.items()}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", additional_special_tokens=["<user>"])
-    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(copied(llama, tmp_path))
+    special = {f"{name}_token": f"<{name}>" for name in tokens}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", extra_special_tokens=special)
+
+
+def llava_with_processor(folder: Path, patch_size: int = 8) -> Path:
+    """A tiny LLaVA and its processor, which puts as many placeholders as patches of this size fill an image of 32 x 32."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    tiny_models.save("llava", folder)
+    template = (
+        "{% for m in messages %}{% for c in m['content'] %}"
+        "{{ '<image> ' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"
+    )
+    pictures = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    LlavaProcessor(
+        pictures, tokenizer(image=300), patch_size=patch_size, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=template,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def test_the_repos_own_tokenizer_and_chat_template_make_the_text(llama: Path, tmp_path: Path) -> None:
+    words = tokenizer(user=310)
+    words.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
+    words.save_pretrained(copied(llama, tmp_path))
     result = run(tmp_path)
     assert result.forward is not None
     (one,) = result.forward["runs"]
-    assert (one["status"], one["inputs_from"]) == ("ran", "processor")
+    assert (one["status"], one["inputs_from"], one["reason"]) == ("ran", "processor", None)
     assert one["inputs"]["input_ids"][1] >= 64
     made = processed.make(str(tmp_path), "text", 64, 0, trust_remote_code=False)
-    assert made["input_ids"][0, 0] == tokenizer.convert_tokens_to_ids("<user>")  # the template was applied
+    assert made["input_ids"][0, 0] == 310  # the template was applied
+
+
+def test_the_repos_own_processor_makes_the_picture(tmp_path: Path) -> None:
+    result = run(llava_with_processor(tmp_path), values=False)
+    assert result.forward is not None
+    ran = {r["kind"]: (r["status"], r["inputs_from"], r["reason"]) for r in result.forward["runs"]}
+    assert ran == {"text": ("ran", "processor", None), "image": ("ran", "processor", None)}
+    assert not result.findings
+
+
+def test_a_processor_that_does_not_fit_the_model_is_found_though_the_config_makes_a_picture(tmp_path: Path) -> None:
+    # Patches of 4 fill the picture with 64 placeholders, and the vision tower, whose patches are of 8, makes 16 features.
+    result = run(llava_with_processor(tmp_path, patch_size=4), values=False)
+    assert result.forward is not None
+    ran = {r["kind"]: (r["status"], r["inputs_from"], r["raised_from"]) for r in result.forward["runs"]}
+    assert ran == {"text": ("ran", "processor", []), "image": ("ran", "config", ["processor"])}
+    (found,) = result.findings
+    assert (found.check, found.blame) == ("CK602", "config")
+    assert "image input from the repo's processor: " in found.message
+
+
+def test_a_tokenizer_whose_ids_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
+    words = tokenizer(user=320)  # the model has rows for 0 to 319
+    words.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{% endfor %}"
+    words.save_pretrained(copied(llama, tmp_path))
+    result = run(tmp_path, values=False)
+    (found,) = result.findings
+    assert (found.check, found.blame) == ("CK602", "config")
+    assert "text input from the repo's processor: IndexError" in found.message
 
 
 def test_a_tokenizer_that_cannot_be_read_is_no_fault_of_the_weights(llama: Path, tmp_path: Path) -> None:
     (copied(llama, tmp_path) / "tokenizer.json").write_text("not json")
     result = run(tmp_path)
     assert result.forward is not None
-    assert [(r["status"], r["inputs_from"]) for r in result.forward["runs"]] == [("ran", "config")]
+    (one,) = result.forward["runs"]
+    assert (one["status"], one["inputs_from"], one["raised_from"]) == ("ran", "config", [])
+    assert one["reason"].startswith("processor: ")
+    assert not result.findings
 
 
 def test_a_kind_that_the_model_does_not_take_is_not_passed(llama: Path) -> None:

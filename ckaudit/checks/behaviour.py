@@ -137,12 +137,16 @@ def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
         ]
     if one["status"] != "ran":
         return []
-    ignored = []
+    before = []
+    if "processor" in one.get("raised_from", ()):
+        message = f"The model raises on {kind} input from the repo's {printable(one['reason'] or 'processor')}"
+        mend = "Compare the processor's and the tokenizer's files with the config: token ids, patch and image sizes."
+        before = [_finding(FORWARD_RAISES, engine, message, mend, blame="config")]
     if "processor" in one.get("ignored_from", ()):
         message = f"The model does not look at {kind} input as the repo's processor makes it."
         mend = f"Set {kind}_token_id in config.json to the id of the processor's placeholder."
-        ignored = [_finding(NO_EFFECT, engine, message, mend, blame="config")]
-    return [*ignored, *_judge_output(one, engine)]
+        before = [_finding(NO_EFFECT, engine, message, mend, blame="config")]
+    return [*before, *_judge_output(one, engine)]
 
 
 def _judge_output(one: Mapping[str, Any], engine: str) -> list[Finding]:

@@ -13,11 +13,12 @@ from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.media import Tensors, parameters
 from ckaudit.materialize.probe import Probe, tensors_in
-from ckaudit.materialize.recipes import Recipes, place
+from ckaudit.materialize.recipes import Recipes, accepted, place
 from ckaudit.materialize.watch import Watch
 
 TOP = 5
 """Entries of a fingerprint."""
+_PROCESSOR = "processor"
 _TEXT_KEYS = ("input_ids", "attention_mask", "decoder_input_ids")
 
 
@@ -51,34 +52,40 @@ def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]],
 
 
 def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> dict[str, Any]:
-    """One pass. The first way of making an input that the model accepts, and looks at, is the one that counts."""
-    failures: list[str] = []
+    """One pass. The first way of making an input that the model accepts, and looks at, is the one that counts.
+
+    What the repo's own processor makes is what users will send: that the model ignores or refuses it is told, also where another way works.
+    """
+    failures: dict[str, str] = {}
+    """By way: why it made no input, or what the model raised on it."""
     ignored: list[str] = []
-    raised = ""
+    refused: list[str] = []
     for origin, make in _ways(job, kind, recipes):
         torch.manual_seed(job.options.seed)
         made = False
         try:
-            inputs = place(make(), model)
+            inputs = place(accepted(make(), model), model)
             made = True
             done = _pass(model, kind, origin, inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  (a processor that cannot, an input that the model does not take, or a fault of it)
-            failures.append(f"{origin}: {_line(error)}")
-            raised = raised or (_line(error) if made else "")
+            failures.setdefault(origin, _line(error))
+            if made and origin not in refused:
+                refused.append(origin)
             continue
         if done["status"] == "ran":
-            return done | {"ignored_from": ignored}
+            reason = f"{_PROCESSOR}: {failures[_PROCESSOR]}" if _PROCESSOR in failures else None
+            return done | {"ignored_from": ignored, "raised_from": refused, "reason": reason}
         ignored.append(origin)
+    tried = {"ignored_from": ignored, "raised_from": refused}
     if ignored:
-        return _not_run(kind, f"no part of the model looked at the {kind} input") | {
-            "status": "ignored",
-            "ignored_from": ignored,
-        }
-    if raised and kind in ("text", "latent"):
-        return _not_run(kind, raised) | {"status": "raised"}
-    return _not_run(kind, "; ".join(failures) or "no way to make such an input")
+        return _not_run(kind, f"no part of the model looked at the {kind} input") | {"status": "ignored"} | tried
+    theirs = _PROCESSOR if _PROCESSOR in refused else "config" if refused and kind in ("text", "latent") else None
+    if theirs is not None:
+        return _not_run(kind, failures[theirs]) | {"status": "raised"} | tried
+    told = "; ".join(f"{origin}: {line}" for origin, line in failures.items())
+    return _not_run(kind, told or "no way to make such an input") | tried
 
 
 def _ways(job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> Iterator[tuple[str, Callable[[], Tensors]]]:
@@ -86,7 +93,7 @@ def _ways(job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> Iterator
     if kind != "latent" and processed.has_processor(job.folder):
         length = max(options.tokens, 64)
         yield (
-            "processor",
+            _PROCESSOR,
             lambda: processed.make(job.folder, kind, length, options.seed, trust_remote_code=options.trust_remote_code),
         )
     for make in recipes.candidates(kind):
@@ -115,6 +122,7 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
         "status": "ran",
         "inputs_from": origin,
         "ignored_from": [],
+        "raised_from": [],
         "inputs": {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)},
         "outputs": shapes,
         "finite": finite,
@@ -186,6 +194,7 @@ def _not_run(kind: str, reason: str) -> dict[str, Any]:
         "status": "not_run",
         "inputs_from": None,
         "ignored_from": [],
+        "raised_from": [],
         "inputs": {},
         "outputs": {},
         "finite": None,

@@ -60,7 +60,12 @@ def _prompt(processor: Any, content: list[dict[str, Any]], kind: str, text: str)
         ]
         prompt = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         return str(prompt)
-    return (str(getattr(processor, f"{kind}_token", "")) if kind != "text" else "") + text
+    if kind == "text":
+        return text
+    placeholder = getattr(processor, f"{kind}_token", None)
+    if not isinstance(placeholder, str):
+        raise ValueError(f"no chat template, and no placeholder for {kind} input")
+    return placeholder + text
 
 
 def _takes_parts(processor: Any) -> bool:

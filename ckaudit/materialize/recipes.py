@@ -181,6 +181,14 @@ def _watching(model: Any, width: int, made: list[int]) -> Iterator[None]:
             handle.remove()
 
 
+def accepted(inputs: Tensors, model: Any) -> Tensors:
+    """The inputs without those that the model's forward method does not know: a tokenizer's `token_type_ids`, say."""
+    known = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return inputs
+    return {name: value for name, value in inputs.items() if name in known}
+
+
 def place(inputs: Tensors, model: Any) -> Tensors:
     """Inputs on the model's device, floats in its dtype."""
     try:

@@ -77,9 +77,20 @@ def _forward(forward: dict[str, Any]) -> Iterator[RenderableType]:
             safe(run["kind"]), result, safe(f"{name} {'x'.join(map(str, shape))}"), f"{run['seconds']:.2f} s", last
         )
     yield table
+    for reason, kinds in _unprocessed(forward).items():
+        yield label(f"{' and '.join(kinds)} input made from the config, not by the repo's {safe(reason)}")
     expected = forward.get("expect")
     if expected:
         yield label(f"compared with {safe(str(expected.get('file', '')))}")
+
+
+def _unprocessed(forward: dict[str, Any]) -> dict[str, list[str]]:
+    """Kinds of input that the repo's processor did not make, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for run in forward["runs"]:
+        if run["status"] == "ran" and run.get("reason"):
+            reasons.setdefault(run["reason"], []).append(safe(run["kind"]))
+    return reasons
 
 
 def _chart(layers: list[Any], *, verbose: bool) -> Iterator[RenderableType]:
