@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def spoiled(name: str, **fields: object) -> bytes:
 
 CUT = safetensors_file(WHOLE)[:-70]  # into the last two tensors, of 32 and 64 bytes
 
+GENERATION = "generation_config.json"
+CAUSAL, ENCODER = (json.dumps({"architectures": [f"Llama{x}"]}).encode() for x in ("ForCausalLM", "Model"))
+LEFT = "error" if find_spec("peft") else "warning"
+
 FILES: dict[str, tuple[dict[str, bytes], list[tuple[str, str, int]]]] = {
     "LFS pointers": (SOUND | {A: LFS, B: LFS}, [("CK101", "error", 2)]),
     "an HTML page": (one(b"<!DOCTYPE html><html>"), [("CK101", "error", 1)]),
@@ -132,6 +137,12 @@ FILES: dict[str, tuple[dict[str, bytes], list[tuple[str, str, int]]]] = {
     "no tensors in one shard": (
         SOUND | {"x.safetensors": safetensors_file({})}, [("CK130", "warning", 1)],
     ),
+    "generation settings that are none": (SOUND | {"config.json": CAUSAL, GENERATION: b"[]"}, [("CK117", "error", 1)]),
+    "generation settings cut": (SOUND | {"config.json": CAUSAL, GENERATION: b"{"}, [("CK117", "warning", 1)]),
+    "generation settings": (SOUND | {"config.json": CAUSAL, GENERATION: b'{"top_k": NaN}'}, []),
+    "generation settings of an encoder": (SOUND | {"config.json": ENCODER, GENERATION: b"[]"}, []),
+    "an adapter that was left": (SOUND | {"adapter_config.json": b'{"r": 4}'}, [("CK117", LEFT, 1)]),
+    "an adapter with its weights": (SOUND | {"adapter_config.json": b'{"r": 4}', "adapter_model.bin": b"x"}, []),
     "config in a merge conflict": (SOUND | {"config.json": b"<<<<<<< HEAD\n{}\n=======\n{}\n>>>>>>> x"}, [("CK116", "error", 1)]),
 }  # fmt: skip
 
@@ -156,7 +167,12 @@ SETS: dict[str, tuple[dict[str, bytes], list[tuple[str, str, int]]]] = {
     # index by itself
     "merge conflict": (SOUND | {INDEX: SOUND[INDEX] + b"\n=======\n" + SOUND[INDEX]}, [("CK120", "error", 1)]),
     "no weight_map": (SOUND | {INDEX: b'{"metadata": {}}'}, [("CK121", "error", 1)]),
-    "no metadata": (SOUND | {INDEX: json.dumps({"weight_map": MAP}).encode()}, [("CK121", "error", 1), ("CK132", "note", 1)]),
+    "no metadata": (SOUND | {INDEX: json.dumps({"weight_map": MAP}).encode()}, [("CK121", "error", 1)]),
+    "weight_map twice": (SOUND | {INDEX: b'{"weight_map": {},' + SOUND[INDEX][1:]}, [("CK121", "warning", 1)]),
+    "a file of 3": (
+        SOUND | {INDEX: SOUND[INDEX].replace(b'"lm_head.weight": "' + B.encode() + b'"', b'"lm_head.weight": 3')},
+        [("CK121", "error", 1), ("CK128", "warning", 1)],
+    ),
     "empty": ({INDEX: index_file({}, 0), "config.json": CONFIG}, [("CK122", "error", 1)]),
     "a name twice": (
         SOUND | {INDEX: SOUND[INDEX].replace(b'"lm_head.weight"', b'"model.layers.1.w": "' + B.encode() + b'", "lm_head.weight"')},

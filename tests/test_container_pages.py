@@ -26,7 +26,7 @@ CASES = {
     "CK101": "LFS pointers", "CK103": "cut in its data", "CK104": "broken JSON", "CK105": "a name twice",
     "CK106": "an entry without shape", "CK107": "an unknown dtype", "CK108": "an overlap", "CK109": "declares more than it spans",
     "CK110": "trailing bytes", "CK111": "metadata of numbers", "CK112": "a field too many", "CK113": "no metadata",
-    "CK114": "no tensors", "CK116": "config in a merge conflict", "CK120": "merge conflict", "CK121": "no metadata", "CK122": "empty",
+    "CK114": "no tensors", "CK116": "config in a merge conflict", "CK117": "generation settings that are none", "CK120": "merge conflict", "CK121": "no metadata", "CK122": "empty",
     "CK123": "a name twice", "CK124": "path traversal", "CK125": "a shard missing", "CK126": "index lists scales that no shard has",
     "CK127": "index has two tensors in each other's shard", "CK128": "a shard has what the index lacks",
     "CK129": "a tensor in two shards", "CK130": "a file more than the index has",

@@ -111,7 +111,7 @@ def test_what_stands_before_a_break_is_kept() -> None:
         ('{"metadata": {}, "weight_map": {}}', "index-empty"),
         ('{"weight_map": {"a": "m.safetensors"}}', "index-metadata"),
         ('{"metadata": null, "weight_map": {"a": "m.safetensors"}}', "index-metadata"),
-        ('{"metadata": {}, "weight_map": {"a": "m.safetensors"}, "weight_map": {"b": "n.safetensors"}}', "index-form"),
+        ('{"metadata": {}, "weight_map": {"a": "m.safetensors"}, "weight_map": {"b": "n.safetensors"}}', "index-twice"),
         ('{"metadata": {}, "weight_map": {"a": "m.safetensors", "a": "n.safetensors"}}', "index-duplicate"),
         ('{"metadata": {}, "weight_map": {"\\ud800": "m.safetensors"}}', "index-form"),
         ("[]", "index-json"),

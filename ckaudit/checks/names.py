@@ -33,7 +33,7 @@ _ENDS = ("inv_freq", "_cached", "position_ids", "num_batches_tracked", "masked_b
 def not_in_the_files(case: Case) -> Iterator[Finding]:
     """Takes the parameters whose tensors the index promises and no shard holds: the container's findings tell of those."""
     index, tensors = case.facts.checkpoint.index, case.facts.checkpoint.tensors
-    absent = {n for n in index.weight_map if n not in tensors} if index is not None else set()
+    absent = {n for n in (*index.weight_map, *index.broken) if n not in tensors} if index is not None else set()
     if absent:
         tails = {_place(n) for n in absent}
         whole = {_place(n) for n in tensors}

@@ -58,7 +58,7 @@ def load(
     asked = EngineOptions(trust_remote_code=options.trust_remote_code, class_name=options.class_name, offline=offline)
     plans = side_by_side(select("transformers"), lambda one: one.plan(checkpoint, asked, progress))
     findings, skips = checks.run(checkpoint, plans)
-    plans = refused(plans, findings)
+    plans = refused(plans, findings, checkpoint)
     loaded: LoadResult | None = None
     section: dict[str, Any] = {"status": "not_begun", "error": None}
     if any(p.verdict == "fails" for p in plans) and not force and engine == "transformers":

@@ -78,7 +78,7 @@ def audit(
     chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
     plans = side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
     findings, skips = checks.run(checkpoint, plans, tp)
-    plans = refused(plans, findings)
+    plans = refused(plans, findings, checkpoint)
     sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
     if suppressions is not None:
         findings = _suppressed(findings, suppressions, checkpoint, sizes, progress)

@@ -42,18 +42,29 @@ def describe(checkpoint: Checkpoint) -> Target:
     )
 
 
-def refused(plans: tuple[Plan, ...], findings: Iterable[Finding]) -> tuple[Plan, ...]:
+def refused(plans: tuple[Plan, ...], findings: Iterable[Finding], checkpoint: Checkpoint) -> tuple[Plan, ...]:
     """The plans, failing where files are such that no engine gets to see a name: what would raise decides the verdict."""
-    from ckaudit.checks.container import INCOMPLETE, UNREADABLE
+    from ckaudit.checks.container import looks_outside, refusing
 
     errors = [f for f in findings if f.severity == "error" and f.engine is None]
     told = []
     for plan in plans:
-        refuses = UNREADABLE if plan.engine == "vllm" else UNREADABLE | INCOMPLETE
+        loader = "vllm" if plan.engine == "vllm" or plan.id.startswith("rules:vllm") else "transformers"
+        refuses = refusing(checkpoint, loader, plan.release)
         worst = next((f for f in errors if f.check in refuses), None)
         if worst is not None and plan.error is None and plan.not_judged is None:
-            said = f"the files are refused before any name is looked at: {worst.check} {worst.title}"
-            plan = msgspec.structs.replace(plan, error=said)
+            if worst.check == "CK124" and looks_outside(checkpoint):
+                plan = msgspec.structs.replace(
+                    plan, not_judged="the index names files outside of the folder, which are not read"
+                )
+            else:
+                when = (
+                    "the files are refused before any name is looked at"
+                    if worst.check != "CK117"
+                    else "the loader stops"
+                )
+                said = f"{when}: {worst.check} {worst.title}"
+                plan = msgspec.structs.replace(plan, error=said)
         told.append(plan)
     return tuple(told)
 

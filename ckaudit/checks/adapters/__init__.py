@@ -30,7 +30,11 @@ def run(
     judged = [b for b in bindings if b.plan.not_judged is None]
     files, skips = container.run(adapter.checkpoint)
     own = list(alone(adapter))
-    apart = {"CK113", "CK135"}  # adapters are read under any name, and without a look at the format in the metadata
+    apart = {
+        "CK113",
+        "CK117",
+        "CK135",
+    }  # adapters are read under any name, and without a look at the format in the metadata
     if any(f.check == EMPTY.id for f in own):
         apart.add("CK138")  # one absence, told once
     found = [*(f for f in files if f.check not in apart), *own, *fits(adapter, judged)]

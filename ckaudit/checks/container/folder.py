@@ -117,7 +117,9 @@ def _compare(whole: Whole, paths: Iterable[str]) -> tuple[bool, str]:
 
 def _strays(whole: Whole) -> Iterator[Finding]:
     """Safetensors files beside the checkpoint that loaders which take every file would read too."""
-    paths = [p for p in whole.strays if p not in whole.rivals]
+    broken = whole.index.broken if whole.index is not None else frozenset()
+    named = {p for p, s in whole.strays.items() if broken and s.header and not broken.isdisjoint(s.header.tensors)}
+    paths = [p for p in whole.strays if p not in whole.rivals and p not in named]
     if paths and not whole.one_file:
         theirs = {n for p in paths if (h := whole.strays[p].header) for n in h.tensors}
         ours = whole.checkpoint.tensors

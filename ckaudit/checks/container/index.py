@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckaudit.checkpoint.layout import sequences
 from ckaudit.checks.container.whole import Whole, finding, what
-from ckaudit.findings import Check, Finding, Skip
+from ckaudit.findings import Check, Finding, Severity, Skip
 from ckaudit.naming import natural_key
 
 INDEX_TEXT = Check("CK120", "index is not JSON", "error")
@@ -59,6 +59,7 @@ def skips(whole: Whole) -> Iterator[Skip]:
 _KINDS = {
     "index-json": (INDEX_TEXT, "Write the index again from the headers of the shards."),
     "index-form": (INDEX_FORM, "Write the index again from the headers of the shards."),
+    "index-twice": (INDEX_FORM, "Write the index again from the headers of the shards."),
     "index-metadata": (INDEX_FORM, 'Add "metadata": {"total_size": BYTES} to it.'),
     "index-empty": (INDEX_EMPTY, "Write the index from the headers of the shards."),
     "index-duplicate": (INDEX_TWICE, "Keep the entry whose shard holds the tensor."),
@@ -67,6 +68,7 @@ _KINDS = {
 _SAYS = {
     "index-json": "{path} cannot be parsed: {found}.",
     "index-form": "{path} has {found} where {wanted} should be.",
+    "index-twice": "{path} has a key twice; readers keep the last.",
     "index-metadata": "{path} has no metadata object, which transformers asks for before anything else.",
     "index-empty": "{path} lists no tensors, so loaders that follow it load nothing.",
     "index-duplicate": "{path} lists a tensor twice; readers keep the last ({found}).",
@@ -86,7 +88,17 @@ def _index(whole: Whole) -> Iterator[Finding]:
         cases = [d for d in index.defects if d.code == code]
         message = _SAYS[code].format(path=index.path, found=cases[0].found, wanted=cases[0].wanted)
         names = {d.name if d.name and code in ("index-duplicate", "shard-name") else index.path for d in cases}
-        yield finding(check, message, names, count=len(cases), wanted=cases[0].wanted, found=cases[0].found, mend=mend)
+        mild: Severity | None = "warning" if code == "index-twice" else None  # every reader keeps the last
+        yield finding(
+            check,
+            message,
+            names,
+            severity=mild,
+            count=len(cases),
+            wanted=cases[0].wanted,
+            found=cases[0].found,
+            mend=mend,
+        )
 
 
 def _wrong_index(whole: Whole) -> Iterator[Finding]:
@@ -206,8 +218,10 @@ def _duplicates(whole: Whole) -> Iterator[Finding]:
 
 def _total(whole: Whole) -> Iterator[Finding]:
     index = whole.index
-    if index is None or not index.weight_map or whole.obsolete or whole.foreign:
+    if index is None or not index.weight_map or whole.obsolete or whole.foreign or index.broken:
         return
+    if any(d.code == "index-metadata" for d in index.defects):
+        return  # told as that
     wrong = [d for d in index.defects if d.code == "total-size"]
     if wrong:
         message = f"total_size of {index.path} is not a number of bytes."
