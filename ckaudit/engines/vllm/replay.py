@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import Job, ReadTensor
 from ckaudit.engines.vllm import TREE
+from ckaudit.engines.vllm.ranks import PLAIN, Layout
 from ckaudit.plan import Plan
 
 
@@ -44,17 +44,17 @@ def run(job: Job, read: ReadTensor) -> Plan:
 
 
 def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, deadline: float) -> Plan:
-    from ckaudit.engines.vllm import faults, planning
+    from ckaudit.engines.vllm import faults, parallel, planning
     from ckaudit.engines.vllm.attempt import Attempt, attempt
     from ckaudit.engines.vllm.files import write_folder
 
     write_folder(job.texts, job.tensors, folder, code=job.options.trust_remote_code)
     raw = json.loads(job.texts["config.json"])
 
-    def load(tensors: Sequence[TensorSpec], tp: int = 1) -> Attempt:
+    def load(tensors: Sequence[TensorSpec], layout: Layout = PLAIN, rank: int = 0) -> Attempt:
         gc.collect()  # what the last load left; what was there before any is frozen
-        config = engine.config(folder, job.options, tp)
-        engine.group(config, tp)
+        config = engine.config(folder, job.options, layout)
+        engine.join(config, layout, rank)
         with engine.within(config):
             return attempt(config, tensors, folder, read)
 
@@ -63,31 +63,9 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
         return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {_line(error)}")
     plan = planning.fill(plan, story, job.tensors, raw)
-    rows = tuple(_parallel(size, load, job, deadline) for size in job.options.tp)
+    alone = parallel.Alone(story.last, raw)
+    rows = tuple(parallel.row(x, load, job.tensors, alone, deadline) for x in parallel.layouts(job.options))
     return msgspec.structs.replace(plan, environment=engine.environment(), tp=rows)
-
-
-def _parallel(size: int, load: Callable[[Sequence[TensorSpec], int], Any], job: Job, deadline: float) -> dict[str, Any]:
-    """The row of a tensor-parallel size: whether rank 0 of so many loads, what the release says, and its bytes of parameters."""
-    from ckaudit.engines.vllm import planning
-    from ckaudit.engines.vllm.files import SAFETENSORS
-    from ckaudit.header import DTYPE_BITS
-
-    row: dict[str, Any] = {"size": size, "verdict": "not_judged", "error": None, "bytes_per_rank": None}
-    if time.monotonic() > deadline:
-        return row | {"error": "the budget of time was used up before"}
-    try:
-        seen = load(job.tensors, size)
-    except Exception as error:  # noqa: BLE001  (a size that the release refuses, or cannot build here)
-        refused = isinstance(error, ValueError | AssertionError)
-        return row | {"verdict": "fails" if refused else "not_judged", "error": planning.message(error)}
-    held = [(shape, dtype) for shape, dtype, buffer in seen.layout.values() if not buffer]
-    bits = sum(math.prod(shape) * DTYPE_BITS.get(SAFETENSORS.get(dtype, dtype), 8) for shape, dtype in held)
-    row |= {"bytes_per_rank": bits // 8}
-    if seen.raised is None:
-        return row | {"verdict": "loads"}
-    excused = seen.raised.excuse is not None
-    return row | {"verdict": "not_judged" if excused else "fails", "error": planning.message(seen.raised.error)}
 
 
 def _unusable(job: Job) -> str | None:
