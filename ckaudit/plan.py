@@ -156,4 +156,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             n.fate == "loaded" and n.read is not None and n.read < 1 and n.by_design is None for n in self.names
         )
         unwritten = any(p.coverage in ("none", "partial") and p.by_design is None for p in self.parameters)
-        return "loads_with_loss" if lost_name or lost_part or unwritten or self.collisions else "loads"
+        cast = any(m.kind == "dtype" for m in self.mismatches)  # what the stored numbers stand for is lost
+        return "loads_with_loss" if lost_name or lost_part or unwritten or cast or self.collisions else "loads"

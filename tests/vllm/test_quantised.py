@@ -115,7 +115,7 @@ FAULTS: dict[str, list[Fault]] = {
     "fp8-tensor": [
         Fault(EXPERT_DOWN, lacks("weight_scale"), LOSS, absent("weight_scale")),
         Fault(Q, unquantised, LOSS, PLAIN),
-        Fault(DOWN, typed("weight", "BF16"), LOADS, ("CK302", "checkpoint", "weight")),
+        Fault(DOWN, typed("weight", "BF16"), LOSS, ("CK302", "checkpoint", "weight")),
     ],
     "ct-fp8": [
         Fault(DOWN, lacks("weight_scale"), LOSS, absent("weight_scale")),
@@ -124,7 +124,7 @@ FAULTS: dict[str, list[Fault]] = {
     ],
     "ct-int8": [
         Fault(EXPERT_GATE, lacks("weight_scale"), LOSS, absent("weight_scale")),
-        Fault(Q, typed("weight", "F8_E4M3"), LOADS, ("CK302", "checkpoint", "weight")),
+        Fault(Q, typed("weight", "F8_E4M3"), LOSS, ("CK302", "checkpoint", "weight")),
         Fault(DOWN, unquantised, LOSS, PLAIN),
     ],
     "ct-int4": [

@@ -29,12 +29,13 @@ Read = Callable[[str], bytes]
 _ZEROS = "zeros"
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default
-_KINDS = (("float8", "float8"), ("float4", "float4"), ("float", "float"), ("bfloat", "float"), ("complex", "complex"),
-          ("bool", "bool"))  # fmt: skip
+_KINDS = (("float8_e8m0", "float"), ("float8", "float8"), ("float4", "float4"), ("float", "float"), ("bfloat", "float"),
+          ("complex", "complex"), ("bool", "bool"))  # fmt: skip
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """float, float8, float4, complex, bool or int: a cast between two of these changes what the bits mean."""
+    """float, float8, float4, complex, bool or int: a cast between two of these changes what the bits mean. E8M0, a power of two to scale
+    by, is a float."""
     name = str(dtype).removeprefix("torch.")
     return next((kind for prefix, kind in _KINDS if name.startswith(prefix)), "int")
 
