@@ -91,6 +91,8 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
     written = merged(written, known.written(written) if callable(known.written) else known.written)
     for pattern, replacement in known.renames:
         tensors = {re.sub(pattern, replacement, name): held for name, held in tensors.items()}
+    if known.absent:
+        tensors = {name: held for name, held in tensors.items() if not re.search(known.absent, name)}
     for ending in known.transposed:
         tensors |= {n: (d, (*s[:-2], s[-1], s[-2])) for n, (d, s) in tensors.items() if n.endswith(ending)}
     tensors |= {name: tensors[like] for name, like in known.also.items()}
@@ -98,12 +100,12 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`under` with the fields of `over`; tables within are merged too."""
+    """`under` with the fields of `over`; tables within are merged too, and `...` takes a field away."""
     out = dict(under)
     for key, value in over.items():
         held = out.get(key)
         out[key] = merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
-    return out
+    return {key: value for key, value in out.items() if value is not ...}
 
 
 def cut(config: Any, layers: int) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def saved(kind: Any, config: Any) -> tuple[dict[str, Any], dict[str, tuple[str, 
 def _twice(rule: Any) -> bool:
     """Whether a rule would put a prefix behind itself: `vision_model.vision_model.` is in no published file."""
     removed, scope = getattr(rule, "prefix_to_remove", None), rule.scope_prefix or ""
-    return removed is not None and scope.rpartition(".")[2] == removed
+    return removed is not None and removed in scope.split(".")
 
 
 @contextlib.contextmanager

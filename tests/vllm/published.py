@@ -21,13 +21,16 @@ class Fact(NamedTuple):
     config: JSON = NOTHING
     """Fields for the config class: sizes and switches."""
     written: JSON | Callable[[JSON], JSON] = NOTHING
-    """Fields of `config.json` alone (or a function that works them out from it): what the class has no field for, or calls otherwise."""
+    """Fields of `config.json` alone (or a function that works them out from it): what the class has no field for, or calls otherwise;
+    `...` takes a field away."""
     files: Mapping[str, str] = NOTHING
     """Further small files."""
     renames: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = ()
     """Patterns and replacements that turn the saved names into the published ones, where saving does not give them back."""
     transposed: tuple[str, ...] = ()
     """Endings of names whose last two dimensions are the other way round in published files; transformers turns them as it loads."""
+    absent: str = ""
+    """Pattern of saved names that published files have not."""
     also: Mapping[str, str] = NOTHING
     """Further tensors, each of the shape of another."""
     verdict: str = "loads"
@@ -96,6 +99,27 @@ def _lfm2_vl(config: JSON) -> JSON:
     return {"text_config": _lfm2(config["text_config"])}
 
 
+def _deepseek_v4(config: JSON) -> JSON:
+    rates = config["compress_rates"]
+    return {
+        "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "num_hash_layers": 3,
+        "compress_ratios": [rates.get(kind, 0) for kind in config["layer_types"]],
+    }  # fmt: skip
+
+
+def _ernie_vl(config: JSON) -> JSON:
+    """Published without a `text_config`: its fields lie at the top, and the layers with experts are a range."""
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    kinds = text["mlp_layer_types"]
+    first, last = kinds.index("sparse"), len(kinds) - 1
+    return {
+        **text, "text_config": ..., "moe_num_experts": [text["moe_num_experts"]] * 2, "moe_layer_start_index": [first] * 2,
+        "moe_layer_end_index": [last] * 2, "moe_layer_interval": 1, "moe_use_aux_free": True, "rope_3d": True, "freq_allocation": 20,
+        "pixel_hidden_size": 1280, "im_patch_id": 100295, "spatial_conv_size": 2, "temporal_conv_size": 2, "use_temporal_conv": True,
+        "vision_config": {"embed_dim": 1280, "mlp_ratio": 4.0},
+    }  # fmt: skip
+
+
 def _pair(match: re.Match[str]) -> str:
     layer, name = 2 * int(match[1]), match[2]
     rest = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(name, "mixer")
@@ -105,6 +129,7 @@ def _pair(match: re.Match[str]) -> str:
 TRANSFORMERS = "transformers 5.24.0, conversion_mapping.py: "
 NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
+LACKS = "vLLM reads {} of its config, which no class of transformers has and no public source that was found states"
 UNUSED = "clip.py:721 passes over the layers behind the one that `vision_feature_layer` names"
 
 FACTS: dict[str, Fact] = {
@@ -153,6 +178,7 @@ FACTS: dict[str, Fact] = {
             "layer_norm_type": "layer_norm",
             "rope_theta": 160000.0,
         },
+        renames=((r"^new\.", ""),),  # the prefix is that of the classifiers, as the same file says
     ),
     "CLIPModel": Fact(verdict="loads_with_loss", why="clip.py:998 ignores `logit_scale`"),
     "SiglipModel": Fact(
@@ -174,7 +200,6 @@ FACTS: dict[str, Fact] = {
     "GlmMoeDsaForCausalLM": Fact(mlx("glm_moe_dsa"), written=NOAUX),
     "Glm4MoeForCausalLM": Fact(mlx("glm4_moe"), config={"head_dim": 128}, written=NOAUX),
     "Glm4MoeLiteForCausalLM": Fact(mlx("glm4_moe_lite"), written=_dense_first),
-    "HYV3ForCausalLM": Fact(written=_dense_first),
     "HYV4ForCausalLM": Fact(
         TRANSFORMERS + "rules that saving turns round for every name, where loading turns few",
         renames=(
@@ -188,8 +213,15 @@ FACTS: dict[str, Fact] = {
         renames=((r"layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(?=\.|$)", _pair),),
     ),
     "DeepseekV4ForCausalLM": Fact(
-        TRANSFORMERS + "the names that it reads start without `model.`",
-        renames=((r"^model\.hc_head\.hc_", "hc_head_"), (r"^model\.embed_tokens\.", "embed."), (r"^model\.", "")),
+        mlx("deepseek_v4")
+        + "; transformers 5.24.0, conversion_mapping.py: the names that it reads start without `model.`",
+        written=_deepseek_v4,
+        renames=(
+            (r"^model\.hc_head\.hc_", "hc_head_"),
+            (r"^model\.embed_tokens\.", "embed."),
+            (r"^model\.", ""),
+            (r"\.attn\.norm\.", ".attn.kv_norm."),
+        ),
     ),
     "KimiLinearForCausalLM": Fact(
         mlx("kimi_linear"),
@@ -197,7 +229,8 @@ FACTS: dict[str, Fact] = {
         renames=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),  # the dense layers keep their own name
     ),
     "MiniMaxM2ForCausalLM": Fact(
-        mlx("minimax"), written={"rotary_dim": 64, "use_qk_norm": True, "scoring_func": "sigmoid"}
+        mlx("minimax"),
+        written={"rotary_dim": 64, "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "LongcatFlashForCausalLM": Fact(
         mlx("longcat_flash"),
@@ -207,6 +240,7 @@ FACTS: dict[str, Fact] = {
             "zero_expert_type": "identity",
             "attention_method": "MLA",
         },
+        absent=r"experts\.(51[2-9]|5[2-9]\d|[67]\d\d)\.",  # the experts that do nothing have no weights
     ),
     "MiMoV2FlashForCausalLM": Fact(mlx("mimo_v2_flash"), written=_mimo),
     "AXK1ForCausalLM": Fact(
@@ -275,17 +309,9 @@ FACTS: dict[str, Fact] = {
         transposed=("experts.gate_up_proj", "experts.down_proj"),
     ),
     "Ernie4_5_VLMoeForConditionalGeneration": Fact(
-        mlx("ernie4_5_moe_vl"),
-        written={
-            "vision_config": {"embed_dim": 1280, "mlp_ratio": 4.0},
-            "pixel_hidden_size": 1280,
-            "hidden_size": 2560,
-            "spatial_conv_size": 2,
-            "temporal_conv_size": 2,
-            "use_temporal_conv": True,
-            "rope_3d": True,
-            "freq_allocation": 20,
-        },
+        mlx("ernie4_5_moe_vl") + " and ernie4_5_moe_vl.py",
+        written=_ernie_vl,
+        renames=((r"^model\.vision_model\.", "vision_model."),),
     ),
     "QianfanOCRForConditionalGeneration": Fact(
         mlx("internvl_chat"),
@@ -293,6 +319,10 @@ FACTS: dict[str, Fact] = {
         renames=(
             (r"^language_model\.model\.encoder\.", "language_model.model."),
         ),  # a rule for the vision tower that saving applies to all
+    ),
+    "VibeVoiceAsrForConditionalGeneration": Fact(
+        TRANSFORMERS + "two rules for one prefix, of which loading needs one",
+        renames=((r"^language_model\.model\.model\.", "language_model.model."),),
     ),
     "HunYuanVLForConditionalGeneration": Fact(mlx("hunyuan_vl"), config={"text_config": {"head_dim": 128}}),
     "AriaForConditionalGeneration": Fact(
@@ -305,6 +335,28 @@ FACTS: dict[str, Fact] = {
     "Cosmos3EdgeForConditionalGeneration": Fact(
         without="published as the folders of a pipeline (`transformer/`, `vision_encoder/`), where vLLM looks; transformers saves one"
     ),
+    "Cohere2VisionForConditionalGeneration": Fact(
+        verdict="loads_with_loss", why="siglip.py:720 drops the pooling head, which it does not need"
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": Fact(
+        mlx("minimax_m3_vl"),
+        written={
+            "text_config": {"hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0},
+            "vision_config": {"img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2}},
+        },
+    ),
+    "OlmoHybridForCausalLM": Fact(
+        verdict="fails",
+        why="olmo_hybrid.py:304 has no rule for `attention_layer_norm`, which transformers saves (it reads `input_layernorm` too)",
+    ),
+    "ModernVBertModel": Fact(
+        verdict="fails",
+        why="colmodernvbert.py:359 knows the names behind `model.` alone, and a model without head has no such prefix",
+    ),
+    "MossTranscribeDiarizeForConditionalGeneration": Fact(
+        verdict="fails",
+        why="moss_transcribe_diarize.py:586 knows `whisper_encoder` and `vq_adaptor`, and drops what transformers calls otherwise",
+    ),
     "JambaForSequenceClassification": Fact(
         verdict="loads_with_loss",
         why="jamba.py:424 builds a head that a classifier's checkpoint has not",
@@ -315,9 +367,26 @@ FACTS: dict[str, Fact] = {
             "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
             "vision_config": {"model_type": "gemma4_vision"},
         },
+        verdict="loads_with_loss",
+        why="diffusion_gemma.py:158 maps `layer_scalar` of encoder and decoder to one buffer, which holds the one that comes last",
     ),
     "Qwen3OmniMoeForConditionalGeneration": Fact(
         mlx("qwen3_omni_moe"), config={"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}}
+    ),
+    # What vLLM reads of their configs is in no class of transformers and in no public source that was found
+    "NemotronH_Omni_Reasoning_V3": Fact(without=LACKS.format("`patch_size`")),
+    "InklingForCausalLM": Fact(without=LACKS.format("`padded_vocab_size`")),
+    "MuseSparkForConditionalGeneration": Fact(without=LACKS.format("`num_shared_experts`")),
+    "Glm5NextForConditionalGeneration": Fact(without=LACKS.format("`mhc`")),
+    "HYV3ForCausalLM": Fact(without=LACKS.format("`expert_hidden_dim`")),
+    "CohereAsrForConditionalGeneration": Fact(without=LACKS.format("`transf_decoder`")),
+    "Step3p7ForConditionalGeneration": Fact(without=LACKS.format("`output_dim`")),
+    "ColModernVBertForRetrieval": Fact(without=LACKS.format("`text_config`")),
+    "InklingForConditionalGeneration": Fact(
+        without=LACKS.format("the fields of an enabled audio tower (`decoder_dmodel`, `audio_mode`)")
+    ),
+    "VoxtralForConditionalGeneration": Fact(
+        without="vLLM reads the mistral format of it (`params.json` and its names), which transformers does not save"
     ),
     "MuseGlimmerAssistantModel": Fact(without="a draft model: it is loaded beside the model that it drafts for"),
 }

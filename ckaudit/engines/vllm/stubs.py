@@ -86,6 +86,9 @@ class Stub(metaclass=_AnyMeta):
     def __class_getitem__(cls, item: Any) -> Any:
         return cls
 
+    def __getitem__(self, item: Any) -> Any:
+        return self
+
     def __init_subclass__(cls, **_: Any) -> None:
         pass
 
