@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckaudit.checks.observed import Observed, TensorStats, candidates
@@ -213,6 +214,13 @@ def test_what_was_not_read_is_not_passed() -> None:
     assert {s.check for s in skips} == {"CK501", "CK502", "CK503", "CK504", "CK506", "CK507", "CK508"}
     _, skips = run(Observed(stats=(SOUND,)))
     assert [s.check for s in skips] == ["CK506"]  # no initializer_range in the config
+
+
+def test_tensors_that_were_not_compared_are_not_judged_equal_or_tied() -> None:
+    usual = Observed(stats=(stats("a"),), initializer_range=0.02)
+    assert not run(usual)[1]
+    skips = run(msgspec.structs.replace(usual, compared=False))[1]
+    assert [s.check for s in skips] == ["CK507", "CK508"]
 
 
 def test_names_in_messages_are_harmless() -> None:

@@ -54,6 +54,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that kept what the model was initialised with, none of them by design."""
     initializer_range: float | None = None
     """The deviation that the config initialises weights with."""
+    compared: bool = True
+    """Whether the file's tensors were compared with each other: what follows says nothing where they were not."""
     equal: tuple[tuple[str, ...], ...] = ()
     """Groups of tensors whose bytes are the same, compared byte by byte."""
     tied: tuple[tuple[str, ...], ...] = ()

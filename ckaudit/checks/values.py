@@ -50,11 +50,15 @@ def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
         *_same(seen),
         *_ties(seen),
     ]
-    skips = []
+    skips: list[Skip] = []
     if not seen.stats:
         skips = [Skip(c.id, "no tensor's values were read", seen.engine) for c in CHECKS if c is not NEVER_WRITTEN]
-    elif seen.initializer_range is None:
-        skips = [Skip(UNTRAINED.id, "the config names no initializer_range", seen.engine)]
+    else:
+        if seen.initializer_range is None:
+            skips.append(Skip(UNTRAINED.id, "the config names no initializer_range", seen.engine))
+        if not seen.compared:
+            reason = "the loader read the files for itself: tensors of the file were not compared with each other"
+            skips += [Skip(c.id, reason, seen.engine) for c in (SAME_BYTES, TIE_DIFFERS)]
     return tuple(found), tuple(skips)
 
 

@@ -60,7 +60,7 @@ def load(job: LoadJob, cls: Any, watch: Watch) -> Loaded:
     with watch.stage("values"):
         stats = of_parameters(model) if job.options.values else ()
     missing = () if job.partial else tuple(sorted(info["missing_keys"]))
-    observed = Observed(stats=stats, never_written=missing, engine="diffusers")
+    observed = Observed(stats=stats, never_written=missing, compared=False, engine="diffusers")
     return Loaded(model, info, observed, layouts.plan(job.tensors, str))
 
 

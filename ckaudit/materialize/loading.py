@@ -134,6 +134,7 @@ def _spread(job: LoadJob, cls: Any, config: Any, watch: Watch) -> Loaded:
         stats=stats,
         never_written=() if job.partial else tuple(sorted(info["missing_keys"])),
         initializer_range=first_value(config, "initializer_range"),
+        compared=False,
         engine="transformers",
     )
     return Loaded(model, info, observed, layouts.plan(_wanted(job), str))

@@ -40,10 +40,13 @@ def lay_out(texts: dict[str, bytes], folder: Path, *, code: bool) -> None:
 
 def choose(job: Job, folder: Path) -> Chosen:
     """The class and config for the files laid out in `folder`. Raises NotForUs, or what transformers raises on the config."""
-    trust, wanted = job.options.trust_remote_code, job.options.class_name
     if "config.json" not in job.texts:
         raise NotForUs(_no_config(job))
-    raw = raw_config(job)
+    return choose_in(folder, raw_config(job), job.options.class_name, trust=job.options.trust_remote_code)
+
+
+def choose_in(folder: Path, raw: dict[str, Any], wanted: str | None, *, trust: bool) -> Chosen:
+    """The class `wanted`, else the one that config.json in `folder`, whose content is `raw`, asks for. Raises as `choose` does."""
     if wanted is None and "_class_name" in raw and "model_type" not in raw:
         raise NotForUs(f"the config is of a diffusers model ({raw['_class_name']}), which transformers does not load")
     if wanted is not None:
@@ -68,9 +71,14 @@ def _no_config(job: Job) -> str:
 
 
 def raw_config(job: Job) -> dict[str, Any]:
+    """config.json of the job as `read_config` reads it."""
+    return read_config(job.texts["config.json"])
+
+
+def read_config(content: bytes) -> dict[str, Any]:
     """config.json as transformers reads it: by Python's own parser, which takes NaN and Infinity (real configs hold them)."""
     try:
-        raw = json.loads(job.texts["config.json"].decode("utf-8"))
+        raw = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise NotForUs(f"config.json is not JSON ({error})") from error
     if not isinstance(raw, dict):
