@@ -118,6 +118,26 @@ class Unjudged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class DraftLayer(msgspec.Struct, frozen=True):
+    """One layer of a draft model: `complete`, `partial` (some parameters stay unwritten), or `dropped` (none of its tensors is read)."""
+
+    path: str
+    state: Literal["complete", "partial", "dropped"]
+    names: tuple[str, ...]
+    """The checkpoint tensors that the draft model reads for it and the main model does not."""
+    unwritten: tuple[str, ...] = ()
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """What the engine's own draft class (multi-token prediction) does with the checkpoint that it shares with the main model."""
+
+    architecture: str
+    verdict: Verdict
+    error: str | None = None
+    """The loader's own first message, or why it was not judged."""
+    layers: tuple[DraftLayer, ...] = ()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What one engine does with one checkpoint."""
 
@@ -143,6 +163,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     notes: tuple[Note, ...] = ()
     unjudged: tuple[Unjudged, ...] = ()
     tp: tuple[dict[str, Any], ...] = ()
+    draft: Draft | None = None
 
     @cached_property  # asked for by every check and every report, and a pass over all names
     def verdict(self) -> Verdict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,8 @@ class Raised(NamedTuple):
     excuse: str | None
     wanted: tuple[int, ...] | None = None
     """The shape of the part of `parameter` that was to be written, where the raising frame holds it."""
+    at: str = ""
+    """The path of the module whose `load_weights` raised: names in its message start there."""
 
 
 class Attempt(NamedTuple):
@@ -52,10 +54,15 @@ class Attempt(NamedTuple):
     """The files that the release chose to read."""
 
 
-def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes]) -> Attempt:
-    """Build the model that `config` asks for and run the release's loader on `tensors`. Raises what construction raises."""
+def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes],
+            model_config: Any = None) -> Attempt:  # fmt: skip
+    """Build the model that `config` asks for, or the one of another `model_config` beside it, and run the release's loader on `tensors`.
+
+    Raises what construction raises.
+    """
     observer = Provenance(read)
-    model = build(config, observer)
+    model_config = config.model_config if model_config is None else model_config
+    model = build(config, observer, model_config)
     layout = {}
     for name, tensor, buffer in held(model):
         observer.watch(name, tensor)
@@ -73,22 +80,23 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     raised = None
     try:
         with _reading(shards), _claiming(model, claims), rules.active():
-            _load(config, model, observer)
+            _load(config, model, observer, model_config)
     except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
-        raised = _raised(error, observer, started=bool(order), finished=bool(claims))
+        raised = _raised(error, observer, paths, started=bool(order), finished=bool(claims))
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
     return Attempt(type(model).__name__, raised, observer.result(parameters, beside(model)), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
                    observer.looked_at, frozenset(observer.zeros), tuple(shards.opened))  # fmt: skip
 
 
-def build(config: Any, observer: Provenance) -> Any:
+def build(config: Any, observer: Provenance, model_config: Any) -> Any:
     """The model without data, as `BaseModelLoader.load_model` constructs it. The observer makes every tensor on `meta`, and knows the
     values of small ones, which some constructors look at."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with _default_dtype(config.model_config.dtype), stubs.building(), observer, platform.on_meta():
-        model = initialize_model(config)
+    own = {} if model_config is config.model_config else {"model_config": model_config}
+    with _default_dtype(model_config.dtype), stubs.building(), observer, platform.on_meta():
+        model = initialize_model(config, **own)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "meta":
             _to_meta(model, name, tensor)
@@ -132,13 +140,13 @@ def _within(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _within(inner, depth - 1)
 
 
-def _load(config: Any, model: Any, observer: Provenance) -> None:
+def _load(config: Any, model: Any, observer: Provenance, model_config: Any) -> None:
     """The release's loader for this load format, weights only: what comes after (`process_weights_after_loading`) is out of scope."""
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(config.load_config)
-    with _default_dtype(config.model_config.dtype), torch.no_grad(), observer:
-        loader.load_weights(model, config.model_config)
+    with _default_dtype(model_config.dtype), torch.no_grad(), observer:
+        loader.load_weights(model, model_config)
 
 
 @contextmanager
@@ -187,7 +195,9 @@ def _mapper_class() -> Any:
     return WeightsMapper
 
 
-def _raised(error: BaseException, observer: Provenance, *, started: bool, finished: bool) -> Raised:
+def _raised(
+    error: BaseException, observer: Provenance, paths: Mapping[int, str], *, started: bool, finished: bool
+) -> Raised:
     names: dict[str, None] = {}
     parameter = None
     place: torch.Tensor | None = None
@@ -212,7 +222,17 @@ def _raised(error: BaseException, observer: Provenance, *, started: bool, finish
         found = stubs.touched(error)
         excuse = f"{found} ({type(error).__name__}: {error})" if found else None
     wanted = None if place is None else tuple(place.shape)
-    return Raised(error, () if finished else tuple(names), parameter, finished, excuse, wanted)
+    return Raised(error, () if finished else tuple(names), parameter, finished, excuse, wanted, _at(error, paths))
+
+
+def _at(error: BaseException, paths: Mapping[int, str]) -> str:
+    """The path of the innermost module that was loading its weights, by itself or through a loader that holds it."""
+    for frame in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        module = owner if isinstance(owner, torch.nn.Module) else getattr(owner, "module", None)
+        if id(module) in paths and hasattr(module, "load_weights"):
+            return paths[id(module)]
+    return ""
 
 
 def _frames(trace: TracebackType | None) -> Iterator[Any]:

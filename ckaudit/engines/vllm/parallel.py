@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import EngineOptions
-from ckaudit.engines.vllm import planning, stubs
+from ckaudit.engines.vllm import stubs
 from ckaudit.engines.vllm.attempt import Attempt
 from ckaudit.engines.vllm.design import parameter_by_design
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.ranks import Layout
+from ckaudit.engines.vllm.words import message
 from ckaudit.header import DTYPE_BITS
 
 PP, EP = "pipeline_parallel_size", "enable_expert_parallel"
@@ -51,12 +52,10 @@ def row(layout: Layout, load: Load, tensors: Sequence[TensorSpec], alone: Alone,
             attempt = load(tensors, layout, rank)
         except Exception as error:  # noqa: BLE001  (a layout that the release refuses; it built the model on one rank)
             verdict = "not_judged" if stubs.touched(error) else "fails"
-            return out | {"verdict": verdict, "error": planning.message(error)}
+            return out | {"verdict": verdict, "error": message(error)}
         if attempt.raised is not None:
             verdict = "fails" if attempt.raised.excuse is None else "not_judged"
-            return (
-                out | {"verdict": verdict, "error": planning.message(attempt.raised.error)} | _bytes([*seen, attempt])
-            )
+            return out | {"verdict": verdict, "error": message(attempt.raised.error)} | _bytes([*seen, attempt])
         seen.append(attempt)
     lost = tuple(_lost(seen, alone))
     return out | {"verdict": "loads_with_loss" if lost else "loads", "lost": lost} | _bytes(seen)

@@ -14,15 +14,10 @@ from ckaudit.engines.vllm.coverage import ParameterCoverage
 from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story, family
 from ckaudit.engines.vllm.files import SAFETENSORS
-from ckaudit.plan import Collision, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
+from ckaudit.engines.vllm.words import message
+from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
-_MESSAGE = 400
-
-
-def message(error: BaseException) -> str:
-    """The loader's own words, on one line, cut where it lists every parameter of the model."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= _MESSAGE else text[: _MESSAGE - 1] + "…"
+DRAFT = "draft model: "
 
 
 def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> Plan:
@@ -105,16 +100,21 @@ def _name(
 
 
 def _looked_up(fault: Fault, name: str) -> str | None:
-    """The name that was looked up: what a KeyError names, or the first quoted name of the message; the parameter of a shape fault."""
+    """The name that was looked up: what a KeyError names, or the first quoted name of the message; the parameter of a shape fault. None
+    where the message names but a module that is not there, as the beginning of the name."""
     if is_shape_fault(fault.raised):
         return fault.raised.parameter
     if name not in fault.names:
         return None
-    error = fault.raised.error
+    error, at = fault.raised.error, fault.raised.at
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-        return error.args[0]
-    quoted = re.search(r"named '([^']+)'|weight '([^']+)'", str(error))
-    return next((g for g in quoted.groups() if g), None) if quoted else None
+        text = error.args[0]
+    else:
+        quoted = re.search(r"named '([^']+)'|weight '([^']+)'", str(error))
+        text = next((g for g in quoted.groups() if g), "") if quoted else ""
+    if not text or name.startswith(f"{text}."):
+        return None
+    return f"{at}.{text}" if at and not text.startswith(f"{at}.") else text
 
 
 def is_shape_fault(raised: Raised) -> bool:
@@ -250,3 +250,16 @@ def _notes(story: Story) -> list[Note]:
     if story.stopped:
         notes.append(Note("stopped", story.stopped))
     return notes
+
+
+def with_draft(plan: Plan, draft: Draft | None) -> Plan:
+    """`plan` with what its draft model does: what that one alone reads is by design no business of the main model."""
+    if draft is None:
+        return plan
+    reads = {name for layer in draft.layers for name in layer.names}
+    reason = f"{DRAFT}{draft.architecture} reads it"
+    names = tuple(
+        msgspec.structs.replace(n, by_design=reason) if n.name in reads and n.fate in ("ignored", "dropped") else n
+        for n in plan.names
+    )
+    return msgspec.structs.replace(plan, names=names, draft=draft)

@@ -46,7 +46,7 @@ def parse(text: str) -> Machine:
     return Machine("cuda", (int(match[1]), int(match[2])))
 
 
-def pretend(machine: Machine, devices: int = 8) -> None:
+def pretend(machine: Machine, devices: int = 1024) -> None:
     """Make vLLM and torch see `devices` of this machine. Once a process; vLLM is imported here."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     platforms: Any = __import__("vllm.platforms", fromlist=["_current_platform"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 
 class Layout(NamedTuple):
@@ -49,20 +52,33 @@ def join(layout: Layout, rank: int, within: AbstractContextManager[Any]) -> None
     size = layout.tp * layout.pp
     dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
     _grouped = True
-    with within, _fake_groups():
+    with within, _without_peers():
         distributed.init_distributed_environment(size, rank, "env://", 0, "fake")
         distributed.initialize_model_parallel(layout.tp, layout.pp)
 
 
-def _fake_groups() -> AbstractContextManager[Any]:
-    """`torch.distributed.new_group` makes groups of the fake backend, whatever backend is asked for."""
-    from unittest.mock import patch
-
+@contextmanager
+def _without_peers() -> Iterator[None]:
+    """What asks for peers while groups are made is answered: groups are of the fake backend, whatever is asked for, nothing is sent, and
+    every rank is on one node. The queue for messages between workers, which waits until they are there, is not made."""
     import torch.distributed as dist
 
-    real = dist.new_group
+    new_group = dist.new_group
 
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        return real(*args, **{**kwargs, "backend": "fake"})
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
 
-    return patch.object(dist, "new_group", new_group)
+    def together(group: Any, source_rank: int = 0) -> list[bool]:
+        del source_rank
+        return [True] * group.size()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "new_group", fake))
+        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
+        with suppress(ImportError):
+            state: Any = importlib.import_module("vllm.distributed.parallel_state")
+            stack.enter_context(patch.object(state, "in_the_same_node_as", together))
+            queues: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+            silent = staticmethod(lambda *_, **__: None)
+            stack.enter_context(patch.object(queues.MessageQueue, "create_from_process_group", silent))
+        yield

@@ -17,6 +17,7 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import Job, ReadTensor
 from ckaudit.engines.vllm import TREE
 from ckaudit.engines.vllm.ranks import PLAIN, Layout
+from ckaudit.engines.vllm.words import message
 from ckaudit.plan import Plan
 
 
@@ -33,7 +34,9 @@ def run(job: Job, read: ReadTensor) -> Plan:
         if not gc.get_freeze_count():  # the release and torch stay for good: not worth a look at every collection
             gc.freeze()
     except Exception as error:  # noqa: BLE001  (a release that does not import here says nothing of the checkpoint)
-        return msgspec.structs.replace(plan, not_judged=f"vllm {job.release or ''} does not start here: {_line(error)}")
+        return msgspec.structs.replace(
+            plan, not_judged=f"vllm {job.release or ''} does not start here: {message(error)}"
+        )
     plan = msgspec.structs.replace(plan, environment=engine.environment())
     gc.disable()  # the logs are a great many small objects that live to the end: looking for garbage among them takes a third of the time
     try:
@@ -46,6 +49,7 @@ def run(job: Job, read: ReadTensor) -> Plan:
 def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, deadline: float) -> Plan:
     from ckaudit.engines.vllm import faults, parallel, planning
     from ckaudit.engines.vllm.attempt import Attempt, attempt
+    from ckaudit.engines.vllm.draft import Drafting
     from ckaudit.engines.vllm.files import write_folder
 
     write_folder(job.texts, job.tensors, folder, code=job.options.trust_remote_code)
@@ -61,8 +65,13 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     try:
         story = faults.tell(load, job.tensors, deadline)
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
-        return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {_line(error)}")
+        return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {message(error)}")
     plan = planning.fill(plan, story, job.tensors, raw)
+    if any(n.fate != "loaded" for n in plan.names):  # what the main model leaves may be a draft model's
+        loaded = [n.name for n in plan.names if n.fate == "loaded"]
+        plan = planning.with_draft(
+            plan, Drafting(engine, folder, job.options, read).tell(job.tensors, loaded, deadline)
+        )
     alone = parallel.Alone(story.last, raw)
     rows = tuple(parallel.row(x, load, job.tensors, alone, deadline) for x in parallel.layouts(job.options))
     return msgspec.structs.replace(plan, environment=engine.environment(), tp=rows)
@@ -87,10 +96,3 @@ def _unusable(job: Job) -> str | None:
 
 def _id(job: Job) -> str:
     return f"vllm=={job.release}" if job.release else "vllm"
-
-
-def _line(error: BaseException) -> str:
-    """The error on one line; of pydantic's only what was raised inside, without the dump of the arguments around it."""
-    inner = [e["msg"] for e in error.errors()] if hasattr(error, "errors") and hasattr(error, "error_count") else []
-    text = "; ".join(inner).replace("Value error, ", "") or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:600]
