@@ -161,7 +161,7 @@ def _likely(need: tuple[str, ...], counts: Counter[str]) -> str:
 def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Finding:
     shown = leaf.rstrip("*")
     names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
-    natural = shown.endswith("g_idx") and not declared(facts).get("desc_act")  # then loaders count the groups themselves
+    natural = shown.endswith("g_idx") and not declared(facts).get("desc_act")  # loaders then count the groups
     return on_files(
         facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {listed(names)}.", names,
         mend="Take the tensors from the source of this checkpoint, or quantise it again.", wanted=shown, found="nothing stored",

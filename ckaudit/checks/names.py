@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, under
 from ckaudit.checks.companions import TAIL
-from ckaudit.checks.facts import split
+from ckaudit.checks.facts import shape, split
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import Nearest, fold, printable
+from ckaudit.plan import Failure
 
 UNMATCHED = Check("CK203", "tensor without a parameter", "error")
 MISSING = Check("CK204", "parameter without a tensor", "error")
@@ -79,10 +80,14 @@ def _causal_mask(case: Case, name: str) -> bool:
 
 def collisions(case: Case) -> Iterator[Finding]:
     """Several tensors on one place: one won, the others are lost. Told once for each pair of stacks that meet."""
-    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[tuple[str, str, str]]] = defaultdict(list)
+    several = {p for p, n in Counter(c.parameter for c in case.plan.collisions).items() if n > 1}
     for collision in case.plan.collisions:
         for lost in collision.lost:
-            groups[_common(collision.kept, lost)].append((collision.kept, lost, collision.parameter))
+            # A fused tensor meets each of its parts, before some and behind others: that is told once for all such parameters.
+            fused = collision.parameter in several
+            key = (shape(collision.parameter),) if fused else _common(collision.kept, lost)
+            groups[key].append((collision.kept, lost, collision.parameter))
     for pairs in groups.values():
         kept, lost, parameter = pairs[0]
         companions = all(TAIL.search(p[1]) and not TAIL.search(p[0]) for p in pairs)
@@ -91,7 +96,8 @@ def collisions(case: Case) -> Iterator[Finding]:
             continue
         yield case.finding(
             COLLISION,
-            f"{many(len(pairs), 'parameter')} would get two tensors each: `{printable(lost)}` and `{printable(kept)}` both become "
+            f"{many(len({p for *_, p in pairs}), 'parameter')} would get two tensors each: `{printable(lost)}` and "
+            f"`{printable(kept)}` both become "
             f"`{printable(parameter)}`, and the second wins.",
             names=names, blame="engine" if companions else None,
             mend="Let the engine's pattern end where the weight's name does: it caught what stands beside it."
@@ -171,7 +177,10 @@ def likely_renames(case: Case) -> Iterator[Finding]:
 def _fits(case: Case, name: str, parameter: str) -> bool:
     tensor, wanted = case.facts.checkpoint.tensors.get(name), case.gaps[parameter].shape
     numbers = re.findall(r"(?<=\.)[0-9]+(?=\.)", name) == re.findall(r"(?<=\.)[0-9]+(?=\.)", parameter)
-    return numbers and (tensor is None or tensor.shape is None or wanted is None or tensor.shape == wanted)
+    # sorted: a matrix that the loader transposes fits too
+    return numbers and (
+        tensor is None or tensor.shape is None or wanted is None or sorted(tensor.shape) == sorted(wanted)
+    )
 
 
 def unmatched(case: Case) -> Iterator[Finding]:
@@ -242,10 +251,12 @@ def raises(case: Case) -> Iterator[Finding]:
     """The loader's own errors that no other finding is about; whatever was not reached because of them is told with them."""
     errors: dict[str, set[str]] = defaultdict(set)
     for failure in case.failures:
+        if _explained(case, failure):
+            continue
         errors[re.sub(r"[0-9]+", "#", failure.message)] |= set(failure.names)
     shown = {re.sub(r"[0-9]+", "#", f.message): f.message for f in reversed(case.failures)}
-    for shape, names in errors.items():
-        first = shown[shape]
+    for text, names in errors.items():
+        first = shown[text]
         yield case.finding(
             RAISES,
             f"The loader raises: {printable(first)}",
@@ -263,6 +274,15 @@ def raises(case: Case) -> Iterator[Finding]:
             SILENT, f"{many(len(names), 'tensor')} never asked for by the loader: {_listed(names)}.", names=names
         )
     case.take(case.not_reached)
+
+
+def _explained(case: Case, failure: Failure) -> bool:
+    """Whether an error that is about no tensor names parameters alone whose absence was told."""
+    if failure.names or failure.parameter is not None or not case.in_error:
+        return False
+    unwritten = {p.name for p in case.plan.parameters if p.coverage != "full"}
+    named = unwritten.intersection(re.findall(r"'([^']+)'", failure.message))
+    return bool(named) and named.isdisjoint(case.gaps)
 
 
 def _cure(case: Case, names: Iterable[str]) -> str:

@@ -114,6 +114,7 @@ def casts(case: Case) -> Iterator[Finding]:
 def read_in_part(case: Case) -> Iterator[Finding]:
     """Tensors of which a part reaches no parameter although the loader is content: wider or longer than the model is built."""
     told = {n for m in case.plan.mismatches for n in m.names} | {n for f in case.on_files for n in f.names}
+    told |= {n for c in case.plan.collisions for n in (c.kept, *c.lost)}
     part = {
         n.name: n.read for n in case.plan.names
         if n.fate == "loaded" and n.read is not None and n.read < 1 and n.by_design is None and n.name not in told
