@@ -97,6 +97,54 @@ def read(rows: Path) -> list[dict[str, Any]]:
     return list({row["architecture"]: row for row in found}.values())
 
 
+def page(rows: Sequence[dict[str, Any]], tables: dict[str, str]) -> str:
+    """The result as Markdown: what is wrong, what is rightly no `loads`, and, folded, what loads and what does not count."""
+    counted = sorted((r for r in rows if "verdict" in r), key=lambda r: str(r["architecture"]))
+    right = [r for r in counted if r["correct"]]
+    share = 100 * len(right) / max(len(counted), 1)
+    parts = [
+        f"**{len(right)} of {len(counted)} verdicts are correct ({share:.1f} %)**; {len(tables)} architectures are registered, "
+        f"and {len(rows) - len(counted)} do not count (reasons below).",
+        "### Not correct",
+        _table(("architecture", "verdict", "why"), [
+            (_code(r), r["verdict"], FACTS.get(r["architecture"], Fact()).exception or f"not explained: {r['reason']}")
+            for r in counted if not r["correct"]
+        ]),
+        "### Rightly not `loads`",
+        _table(("architecture", "verdict", "what of vLLM makes it so"), [
+            (_code(r), r["verdict"], FACTS[r["architecture"]].why) for r in right if r["verdict"] != "loads"
+        ]),
+        _folded(f"{len([r for r in right if r['verdict'] == 'loads'])} that load, every element of every tensor in its place", _table(
+            ("architecture", "class of vLLM", "tensors", "seconds"),
+            [(_code(r), f"`{r['class']}`", r["tensors"], r["seconds"]) for r in right if r["verdict"] == "loads"],
+        )),
+        _folded(f"{len(rows) - len(counted)} that do not count", _uncounted(rows)),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def _uncounted(rows: Sequence[dict[str, Any]]) -> str:
+    """The architectures without a checkpoint, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in sorted((r for r in rows if "uncounted" in r), key=lambda r: str(r["architecture"])):
+        reasons.setdefault(row["uncounted"], []).append(_code(row))
+    common = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    return _table(("why", "architectures"), [(why.replace("|", "\\|"), " ".join(names)) for why, names in common])
+
+
+def _code(row: dict[str, Any]) -> str:
+    return f"`{row['architecture']}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("release")
@@ -104,8 +152,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--layers", type=int)
     parser.add_argument("--budget", type=float, default=300)
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    sweep(options.release, options.rows, options.only, options.layers, options.budget)
+    if options.page is None:
+        sweep(options.release, options.rows, options.only, options.layers, options.budget)
+        return
+    before, rest = options.page.read_text("utf-8").split(BEGIN)
+    text = page(read(options.rows), architectures.registered(store.add(options.release).path))
+    options.page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", "utf-8")
 
 
 if __name__ == "__main__":

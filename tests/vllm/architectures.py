@@ -132,16 +132,17 @@ def saved(kind: Any, config: Any) -> tuple[dict[str, Any], dict[str, tuple[str, 
             model = kind._from_config(config, dtype=torch.bfloat16)
         # As after `from_pretrained`: without this note, saving leaves prefixes off that every published file has (`vision_model.`).
         rules = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [rule for rule in rules if not _twice(rule)]
+        model._weight_conversions = [rule for rule in rules if _undone(rule)]
         with _headers_only() as header:
             model.save_pretrained(folder, max_shard_size="100TB")
         return json.loads((Path(folder) / "config.json").read_text("utf-8")), header
 
 
-def _twice(rule: Any) -> bool:
-    """Whether a rule would put a prefix behind itself: `vision_model.vision_model.` is in no published file."""
+def _undone(rule: Any) -> bool:
+    """Whether saving turns a rule round. One that takes a prefix off is for published files where it is a part's (`vision_model.` in a
+    vision tower, but not behind itself), and for the files of some larger model where it is the whole model's."""
     removed, scope = getattr(rule, "prefix_to_remove", None), rule.scope_prefix or ""
-    return removed is not None and removed in scope.split(".")
+    return removed is None or bool(scope and removed not in scope.split("."))
 
 
 @contextlib.contextmanager

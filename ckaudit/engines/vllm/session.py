@@ -40,7 +40,13 @@ class Session:
         self._uninspected: Exception | None = None
         self._inspect_here()
         _do_without_processors()
-        for name in ("vllm.engine.arg_utils", "vllm.model_executor.model_loader", "vllm.distributed"):
+        # `_custom_ops` gives operators that are there a shape function, so it is imported while none is answered for.
+        for name in (
+            "vllm._custom_ops",
+            "vllm.engine.arg_utils",
+            "vllm.model_executor.model_loader",
+            "vllm.distributed",
+        ):
             importlib.import_module(name)
         # As a worker of the release does before it builds a model; some layers ask for room there.
         with suppress(ImportError):
@@ -56,7 +62,8 @@ class Session:
 
         def inspect(held: Any) -> Any:
             try:
-                return registry._ModelInfo.from_model_cls(held.load_model_cls())
+                with stubs.building():
+                    return registry._ModelInfo.from_model_cls(held.load_model_cls())
             except Exception as error:
                 self._uninspected = error
                 raise

@@ -291,13 +291,14 @@ def answer_for_compiled_ops() -> None:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """While layers are constructed, any compiled operator that is looked up is there, and does nothing. Calls elsewhere fail."""
+    """While layers are constructed, and the module of a model is imported, any compiled operator that is looked up is there, and does
+    nothing. Calls elsewhere fail."""
     global _building
-    _building = True
+    before, _building = _building, True
     try:
         yield
     finally:
-        _building = False
+        _building = before
 
 
 class _MissingOp:
