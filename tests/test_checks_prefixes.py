@@ -1,11 +1,17 @@
 """CK209, CK213, CK216: prefixes, wrappers, repeats, adapters left in the names."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from ckaudit.checkpoint import read_checkpoint
+from ckaudit.engines import EngineOptions, select
+from ckaudit.progress import NullProgress
+from ckaudit.source import open_source
 from tests.toy import checkpoint, findings, llama, only, plan, told
 
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA = llama()
 
 
@@ -156,3 +162,23 @@ class TestUnmerged:
     def test_an_engine_that_knows_the_adapter_is_believed(self) -> None:
         source = checkpoint(self.adapted())
         assert findings(source, plan(source, self.adapted())) == []
+
+
+class TestFusedParameters:
+    """An engine that fuses has no parameter of the name that a part should have: its rules tell it."""
+
+    @staticmethod
+    def by_book(fixture: str) -> list[tuple[str, str, int, str]]:
+        source = read_checkpoint(open_source(str(FIXTURES / fixture)))
+        (engine,) = select("rules:vllm==0.33.0")
+        made = engine.plan(source, EngineOptions(), NullProgress())
+        return [(f.check, f.severity, f.count, f.wanted) for f in findings(source, made)]
+
+    def test_a_misspelt_part_is_one_finding(self) -> None:
+        assert self.by_book("llama-misspelt") == [("CK209", "error", 2, "model.layers.0.self_attn.k_proj.weight")]
+
+    def test_a_prefix_before_every_name_is_one_finding(self) -> None:
+        assert self.by_book("llama-compiled-prefix") == [("CK209", "error", 21, "model.embed_tokens.weight")]
+
+    def test_a_part_that_is_not_there_stays_missing(self) -> None:
+        assert [f[:3] for f in self.by_book("llama-missing-tensor")] == [("CK205", "error", 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -11,6 +12,10 @@ from ckaudit.header import DTYPE_BITS
 from ckaudit.naming import natural_key, printable
 from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
 from ckaudit.renames import Inferred, infer_rename
+
+
+_PARTS = {".qkv_proj": (".q_proj", ".k_proj", ".v_proj"), ".gate_up_proj": (".gate_proj", ".up_proj")}
+"""What nearly every model of vLLM fuses, for loaders that did not come as far as their rules."""
 
 
 class Case:
@@ -62,10 +67,32 @@ class Case:
         if self._renames is None:
             seen: dict[str, list[str]] = {}
             for name, fate in self.strays.items():
-                seen.setdefault(fate.into or name, []).append(name)
+                seen.setdefault(_looked_up(fate) if self.plan.engine == "vllm" else fate.into or name, []).append(name)
             unwritten = [p.name for p in self.plan.parameters if p.coverage == "none"] if seen else []
+            unwritten += self.parts if seen else ()
             self._renames = seen, infer_rename(seen, unwritten) if unwritten else None
         return self._renames
+
+    @cached_property
+    def parts(self) -> dict[str, str]:
+        """Names that tensors of fused parameters would have and none has, as the engine looks them up -> the parameter.
+
+        Told by its rules, as far as they are known: `.q_proj` and `.k_proj` both lead to `.qkv_proj`, into which none was written, or
+        one of them.
+        """
+        if self.plan.engine == "transformers":
+            return {}
+        rules = [(r.key, str(r.to)) for r in self.plan.rules if r.rule == "stacked" and r.to]
+        known = {to for _, to in rules}
+        rules += [(key, to) for to, keys in _PARTS.items() if to not in known for key in keys]
+        fates = {n.name: n for n in self.plan.names}
+        found: dict[str, str] = {}
+        for parameter in self.gaps.values():
+            written = {s.key for n in parameter.sources if n in fates for s in fates[n].chain if s.rule == "stacked"}
+            for key, to in rules:
+                if to in parameter.name and key not in written:
+                    found[re.sub(rf"{re.escape(to)}(?=\.|$)", key, parameter.name)] = parameter.name
+        return {part: name for part, name in found.items() if part != name}
 
     @property
     def in_error(self) -> bool:
@@ -129,6 +156,13 @@ class Case:
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:
         return {p.name: p for p in self.plan.parameters}
+
+
+def _looked_up(fate: NameFate) -> str:
+    """The name that a stray was last looked up by, with its leaf, where vLLM's error tells of the module alone."""
+    into = fate.into or fate.name
+    module, _, leaf = fate.name.rpartition(".")
+    return f"{into}.{leaf}" if module and into.rpartition(".")[2] == module.rpartition(".")[2] else into
 
 
 Explain = Callable[[Case], Iterator[Finding]]

@@ -55,7 +55,8 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
     names = [n for stray in found.pairs for n in seen[stray]]
     stray, right = next(iter(found.pairs.items()))
     first = seen[stray][0]
-    lacking = sum(p in case.gaps for p in set(found.pairs.values()))
+    wanted = {case.parts.get(right, right) for right in found.pairs.values()}
+    lacking = sum(p in case.gaps for p in wanted)
     elsewhere = case.loads_elsewhere(names)
     finding = case.finding(
         WRONG,
@@ -64,7 +65,7 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
         names=names, blame="engine" if elsewhere else "checkpoint", wanted=printable(right), found=printable(stray),
         mend=(f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(case, found, first == stray, len(names)),
     )  # fmt: skip
-    case.take(names, found.pairs.values())
+    case.take(names, wanted)
     return finding
 
 
