@@ -13,7 +13,6 @@ from ckaudit.naming import natural_key, printable
 from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
 from ckaudit.renames import Inferred, infer_rename
 
-
 _PARTS = {".qkv_proj": (".q_proj", ".k_proj", ".v_proj"), ".gate_up_proj": (".gate_proj", ".up_proj")}
 """What nearly every model of vLLM fuses, for loaders that did not come as far as their rules."""
 
