@@ -236,6 +236,19 @@ def ck309() -> Case:
     return (sized(tensors, CONFIG | {"quantization_config": method}),)
 
 
+def ck310() -> Case:
+    rows: tuple[dict[str, object], ...] = (
+        {"size": 2, "verdict": "loads", "bytes_per_rank": 10},
+        {
+            "size": 3,
+            "verdict": "fails",
+            "error": "Total number of attention heads (8) must be divisible by tensor parallel size (3).",
+        },
+    )
+    source = checkpoint(LLAMA)
+    return source, plan(source, LLAMA, id=VLLM, tp=rows)
+
+
 def ck401() -> Case:
     source = checkpoint(bf16(shapes(vocab=30)), CONFIG | SIZES)
     return source, transformers(source, shapes())

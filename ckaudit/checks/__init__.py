@@ -82,7 +82,7 @@ EXPLAIN: tuple[Explain, ...] = (
     names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,
     # what costs nothing here
-    prefixes.accepted, drafts.draft_left_out, names.claims, config.newer, tensors.unchecked,
+    parallel.refused, prefixes.accepted, drafts.draft_left_out, names.claims, config.newer, tensors.unchecked,
 )  # fmt: skip
 """From the particular to the general."""
 

@@ -90,10 +90,31 @@ def _incomplete(facts: Facts, stored: dict[str, set[str]]) -> Iterator[tuple[str
 
 
 def draft_left_out(case: Case) -> Iterator[Finding]:
-    """Draft tensors that this engine leaves out by design."""
-    left = [n.name for n in case.plan.names if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name)]
+    """Draft tensors that this engine leaves out by design, where its draft class, if it has one, leaves them out too; and draft layers that
+    the draft class finds incomplete."""
+    draft = case.plan.draft
+    taken = {name for layer in draft.layers for name in layer.names} if draft else set()
+    left = [
+        n.name
+        for n in case.plan.names
+        if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name) and n.name not in taken
+    ]
     if left:
+        who = f"and {draft.architecture} does not read them" if draft and taken else "this class has no draft model"
         yield case.finding(
-            DRAFT_PART, f"{len(left)} tensors of a draft model are stored and left out: this class has no draft model.",
-            names=left, blame="engine",
+            DRAFT_PART, f"{len(left)} tensors of a draft model are stored and left out: {who}.", names=left, blame="engine",
+        )  # fmt: skip
+    if draft is None or not taken:
+        return
+    gaps = [name for layer in draft.layers for name in layer.unwritten]
+    if draft.verdict in ("fails", "loads_with_loss") and (gaps or draft.error):
+        what = (
+            f"leaves {many(len(gaps), 'parameter')} unwritten, such as `{printable(gaps[0])}`"
+            if gaps
+            else "does not load"
+        )
+        said = f": {printable(draft.error)}" if draft.error else ""
+        yield case.finding(
+            DRAFT_PART, f"The draft model {draft.architecture} {what}{said}", parameters=gaps, severity="warning", blame="checkpoint",
+            wanted="whole draft layers", found="parts of them", mend=f"{_SOURCE[:1].upper()}{_SOURCE[1:]}.",
         )  # fmt: skip

@@ -1,19 +1,21 @@
-"""CK309: quantised groups and blocks that do not split over tensor-parallel ranks, by arithmetic over the shapes of the scales."""
+"""CK309 and CK310: what does not spread over several ranks, by arithmetic over the shapes of scales and by an engine's own word."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from ckaudit.checks.case import many, on_files
+from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts
 from ckaudit.checks.quantisation import declared
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
 SPLIT = Check("CK309", "groups or blocks that do not split over the ranks", "error")
-CHECKS = (SPLIT,)
+REFUSED = Check("CK310", "does not load over these ranks", "error")
+CHECKS = (SPLIT, REFUSED)
 
 _ROWS = re.compile(r"(^|\.)(down_proj|o_proj|out_proj|w2|wo|fc2|dense_4h_to_h|linear_fc2)$")
 """Modules whose input is spread over the ranks. Query, key and value are left out: their heads are repeated where they are too few."""
@@ -116,3 +118,36 @@ def _block(facts: Facts) -> tuple[int, int] | None:
     block = declared(facts).get("weight_block_size")
     fits = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
     return (block[0], block[1]) if isinstance(block, list) and fits else None
+
+
+def refused(case: Case) -> Iterator[Finding]:
+    """Layouts over several ranks that were asked for and do not load although one rank does, or that lose what one rank keeps."""
+    if case.plan.error is not None:
+        return
+    told = any(f.check == SPLIT.id for f in case.on_files)
+    failing: dict[str, list[str]] = defaultdict(list)
+    for row in case.plan.tp:
+        where = layout(row)
+        if row["verdict"] == "fails" and not (told and row["size"] > 1):
+            failing[row["error"] or "the loader raises"].append(where)
+        lost = row.get("lost") or ()
+        if lost:
+            yield case.finding(
+                REFUSED, f"Over {where}, {many(len(lost), 'name')} that one rank loads, such as `{printable(lost[0])}`, reach no rank.",
+                names=lost, blame="engine", wanted="every tensor on a rank", found="on none", mend="Serve it on fewer ranks.",
+            )  # fmt: skip
+    good = [layout(row) for row in case.plan.tp if row["verdict"] == "loads"]
+    mend = f"Serve it over {good[-1]}, which loads." if good else "Serve it on one rank, which loads."
+    for error, places in failing.items():
+        yield case.finding(
+            REFUSED, f"It loads on one rank and not over {' or '.join(places)}: {printable(error)}", names=(), blame="environment",
+            wanted="a layout that the engine takes", found=", ".join(places), mend=mend,
+        )  # fmt: skip
+
+
+def layout(row: Mapping[str, Any]) -> str:
+    """`tp 2`, `tp 2, pp 4, ep`."""
+    parts = [f"tp {row['size']}"]
+    if row.get("pp", 1) > 1:
+        parts.append(f"pp {row['pp']}")
+    return ", ".join([*parts, "ep"] if row.get("ep") else parts)

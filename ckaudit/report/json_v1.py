@@ -13,6 +13,8 @@ from ckaudit.report import schema_v1 as v1
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_RANKS = {"pp": 1, "ep": False, "error": None, "bytes_per_rank": None, "ranks": (), "lost": ()}
+
 
 def render(report: findings.Report, *, names: bool = False) -> str:
     """The report as indented ASCII JSON with a final newline; `names` adds every tensor's fate and rule chain."""
@@ -59,7 +61,8 @@ def _engine(p: plan.Plan, report: findings.Report, *, names: bool) -> v1.Engine:
         options=p.options,
         environment=p.environment,
         summary=_like(v1.EngineSummary, findings.tally(p, report.sizes)),
-        tp=tuple(msgspec.convert({"error": None, "bytes_per_rank": None, **row}, v1.TensorParallel) for row in p.tp),
+        tp=tuple(msgspec.convert({**_RANKS, **row}, v1.TensorParallel) for row in p.tp),
+        draft=None if p.draft is None else msgspec.convert(msgspec.to_builtins(p.draft), v1.Draft),
         names=tuple(_name(n) for n in p.names) if names else UNSET,
     )
 

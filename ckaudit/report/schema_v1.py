@@ -116,12 +116,54 @@ class EngineSummary(msgspec.Struct, frozen=True):
 class TensorParallel(msgspec.Struct, frozen=True):
     """The same load divided over several ranks."""
 
-    size: Annotated[int, Meta(ge=1, description="Number of ranks.")]
+    size: Annotated[int, Meta(ge=1, description="Tensor-parallel size.")]
+    pp: Annotated[int, Meta(ge=1, description="Pipeline-parallel size.")]
+    ep: Annotated[bool, Meta(description="Whether experts are spread over the tensor-parallel ranks.")]
+    verdict: Annotated[
+        Literal["loads", "loads_with_loss", "fails", "not_judged"],
+        Meta(description="Over all ranks that were loaded; loads_with_loss: see lost."),
+    ]
+    error: Annotated[str | None, Meta(description="The loader's own first message.")]
+    bytes_per_rank: Annotated[
+        Count | None, Meta(description="Bytes of parameters on the fullest rank; null when unknown.")
+    ]
+    ranks: Annotated[
+        tuple[Count, ...],
+        Meta(
+            description="Bytes of parameters on each rank that was loaded, in order; ranks that are alike are loaded once."
+        ),
+    ]
+    lost: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Tensors that no rank takes and parameters that a rank leaves unwritten, unless one rank alone does so too."
+        ),
+    ]
+
+
+class DraftLayer(msgspec.Struct, frozen=True):
+    """One layer of a draft model."""
+
+    path: Annotated[str, Meta(description="Path of its tensors.")]
+    state: Annotated[
+        Literal["complete", "partial", "dropped"],
+        Meta(description="partial: some of its parameters stay unwritten; dropped: none of its tensors is read."),
+    ]
+    names: Annotated[
+        tuple[str, ...], Meta(description="Tensors that the draft model reads and the main model does not.")
+    ]
+    unwritten: Annotated[tuple[str, ...], Meta(description="Its parameters that were not, or only partly, written.")]
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """The draft model (multi-token prediction) that the checkpoint carries, by the engine's own class for it."""
+
+    architecture: Annotated[str, Meta(description="The draft class.")]
     verdict: Annotated[
         Literal["loads", "loads_with_loss", "fails", "not_judged"], Meta(description="As for the engine.")
     ]
-    error: Annotated[str | None, Meta(description="The loader's own first message.")]
-    bytes_per_rank: Annotated[Count | None, Meta(description="Bytes of parameters on one rank; null when unknown.")]
+    error: Annotated[str | None, Meta(description="The loader's own first message, or why it was not judged.")]
+    layers: Annotated[tuple[DraftLayer, ...], Meta(description="Its layers.")]
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -150,7 +192,10 @@ class Engine(msgspec.Struct, frozen=True):
     environment: Annotated[dict[str, str], Meta(description="Versions and platform the load ran on.")]
     summary: Annotated[EngineSummary, Meta(description="The load in numbers.")]
     tp: Annotated[
-        tuple[TensorParallel, ...], Meta(description="One row for each tensor-parallel size that was asked for.")
+        tuple[TensorParallel, ...], Meta(description="One row for each layout over several ranks that was asked for.")
+    ]
+    draft: Annotated[
+        Draft | None, Meta(description="What became of the draft model; null where there is none to load.")
     ]
     names: Annotated[tuple[Name, ...] | UnsetType, Meta(description="There only with --names.")] = UNSET
 
@@ -225,7 +270,9 @@ class Change(msgspec.Struct, frozen=True):
     to_bytes: Annotated[Count, Meta(description="Their bytes, where known.")]
     engines: Annotated[
         tuple[str, ...],
-        Meta(description="Engines that have a place for new names, or where rule is null, that have none; empty: not asked."),
+        Meta(
+            description="Engines that have a place for new names, or where rule is null, that have none; empty: not asked."
+        ),
     ]
     links: Annotated[
         tuple[Link, ...],

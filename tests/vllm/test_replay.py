@@ -5,58 +5,21 @@ Nothing here needs a release. A model has `embed` (16 x 8) and, a layer, fused q
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("torch")
 
-from ckaudit.checkpoint import TensorSpec
-from ckaudit.engines import EngineOptions, Job
 from ckaudit.engines.host import WorkerHost
-from ckaudit.engines.vllm import PLATFORM, TREE
-from ckaudit.plan import Plan
-
-MINI = Path(__file__).parent.parent / "mini_vllm"
-Shapes = dict[str, tuple[int, ...]]
+from tests.vllm.mini import ENV, fates, good, replay
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[WorkerHost]:
-    with WorkerHost(env={TREE: str(MINI), PLATFORM: "cuda:sm90"}) as worker:
+    with WorkerHost(env=ENV) as worker:
         yield worker
-
-
-def good(layers: int = 2) -> Shapes:
-    out: Shapes = {"model.embed.weight": (16, 8)}
-    for i in range(layers):
-        out |= {f"model.layers.{i}.{p}_proj.weight": (8, 8) for p in "qkvo"}
-    return out
-
-
-def replay(host: WorkerHost, shapes: Shapes, architecture: str = "Mini", dtype: str = "BF16", layers: int = 2,
-           read: Callable[[str], bytes] | None = None, shards: dict[str, str] | None = None, **options: object) -> Plan:  # fmt: skip
-    config = {"architectures": [f"{architecture}ForCausalLM"], "layers": layers, "heads": 4}
-    tensors = tuple(
-        TensorSpec(name, (shards or {}).get(name, "model.safetensors"), dtype, shape, 0)
-        for name, shape in shapes.items()
-    )
-    job = Job(
-        engine="vllm", release="1.0", options=EngineOptions(**options), name="x",  # type: ignore[arg-type]
-        texts={"config.json": json.dumps(config).encode()}, tensors=tensors,
-    )  # fmt: skip
-
-    def refuse(name: str) -> bytes:
-        raise OSError(name)
-
-    return host.run(job, read or refuse, 300)
-
-
-def fates(plan: Plan, fate: str) -> list[str]:
-    return [n.name for n in plan.names if n.fate == fate]
 
 
 def test_a_good_checkpoint_loads(host: WorkerHost) -> None:
@@ -227,11 +190,3 @@ def test_a_worker_serves_many_checkpoints_the_same_way(host: WorkerHost) -> None
 def test_a_shard_path_that_leads_out_writes_nothing_there(host: WorkerHost, path: str) -> None:
     plan = replay(host, good(), shards={"model.embed.weight": path})
     assert "model.embed.weight" not in fates(plan, "loaded")
-
-
-def test_tensor_parallel_sizes(host: WorkerHost) -> None:
-    plan = replay(host, good(), tp=(2, 4, 8))
-    assert [(row["size"], row["verdict"]) for row in plan.tp] == [(2, "loads"), (4, "loads"), (8, "fails")]
-    assert plan.tp[2]["error"].endswith("must be divisible by tensor parallel size (8).")
-    # bfloat16: embed 16 x 8 and, a layer, o_proj 8 x 8 and qkv 3 x (8 / tp) x 8; 2 bytes each; a float scale of 4 bytes as a buffer.
-    assert [row["bytes_per_rank"] for row in plan.tp[:2]] == [2 * (128 + 2 * (64 + 96)), 2 * (128 + 2 * (64 + 48))]

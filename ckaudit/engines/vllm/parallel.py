@@ -42,7 +42,7 @@ def row(layout: Layout, load: Load, tensors: Sequence[TensorSpec], alone: Alone,
     loaded and of the fullest, and the checkpoint tensors that no rank takes although one that holds all (`alone`) does."""
     out: dict[str, Any] = {
         "size": layout.tp, "pp": layout.pp, "ep": layout.ep, "verdict": "not_judged", "error": None, "bytes_per_rank": None,
-        "ranks": (), "lost": (),
+        "ranks": [], "lost": [],
     }  # fmt: skip
     seen: list[Attempt] = []
     for rank in layout.ranks():
@@ -57,12 +57,12 @@ def row(layout: Layout, load: Load, tensors: Sequence[TensorSpec], alone: Alone,
             verdict = "fails" if attempt.raised.excuse is None else "not_judged"
             return out | {"verdict": verdict, "error": message(attempt.raised.error)} | _bytes([*seen, attempt])
         seen.append(attempt)
-    lost = tuple(_lost(seen, alone))
+    lost = list(_lost(seen, alone))
     return out | {"verdict": "loads_with_loss" if lost else "loads", "lost": lost} | _bytes(seen)
 
 
 def _bytes(seen: Sequence[Attempt]) -> dict[str, Any]:
-    ranks = tuple(_parameter_bytes(attempt) for attempt in seen)
+    ranks = [_parameter_bytes(attempt) for attempt in seen]
     return {"ranks": ranks, "bytes_per_rank": max(ranks)}
 
 

@@ -35,7 +35,8 @@ def verdicts(report: Report, width: int, *, verbose: bool) -> Iterator[Renderabl
                 yield Padding(
                     Text().append(f"{verb}: ", style="dim").append_text(clip(said, verbose=verbose)), (0, 0, 0, 4)
                 )
-        yield from _tensor_parallel(plan)
+        yield from _ranks(plan)
+        yield from _draft(plan, verbose=verbose)
     broken = sorted({f.check for f in report.standing if f.severity == "error" and f.check.startswith("CK1")})
     if broken and any(p.verdict in ("loads", "loads_with_loss") for p in report.plans):
         yield Text(
@@ -109,17 +110,41 @@ def _facts(plan: Plan, report: Report) -> list[str]:
     return facts
 
 
-def _tensor_parallel(plan: Plan) -> Iterator[RenderableType]:
+def _ranks(plan: Plan) -> Iterator[RenderableType]:
+    """The layouts over several ranks that were asked for, one a row."""
     if not plan.tp:
         return
-    table = grid("tp", "verdict", "per rank", "")
+    plain = all(row.get("pp", 1) == 1 and not row.get("ep") for row in plan.tp)
+    table = grid("tp" if plain else "ranks", "verdict", "per rank", "")
     for row in plan.tp:
         _, word, style = VERDICTS[row["verdict"]]
-        rank = row.get("bytes_per_rank")
-        table.add_row(
-            str(row["size"]), Text(word, style=style), size(rank) if rank else "", prose(row.get("error") or "")
+        rank, lost = row.get("bytes_per_rank"), row.get("lost") or ()
+        said = row.get("error") or (f"{many(len(lost), 'name')} on no rank, such as {lost[0]}" if lost else "")
+        layout = (
+            str(row["size"]) if plain else f"tp {row['size']} · pp {row.get('pp', 1)}{' · ep' if row.get('ep') else ''}"
         )
+        table.add_row(layout, Text(word, style=style), size(rank) if rank else "", prose(said))
     yield Padding(table, (0, 0, 0, 4))
+
+
+def _draft(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
+    """The draft model, and how much of each of its layers is there."""
+    if plan.draft is None:
+        return
+    _, word, style = VERDICTS[plan.draft.verdict]
+    line = (
+        Text("draft: ", style="dim")
+        .append(safe(plan.draft.architecture), style="not dim")
+        .append(" ")
+        .append(word, style=style)
+    )
+    for state in ("complete", "partial", "dropped"):
+        paths = [layer.path for layer in plan.draft.layers if layer.state == state]
+        if paths:
+            line.append(f"{_SEPARATOR}{state}: ").append(folded(paths, verbose=verbose))
+    yield Padding(line, (0, 0, 0, 4))
+    if plan.draft.error:
+        yield Padding(Text("raises: ", style="dim").append_text(clip(plan.draft.error, verbose=verbose)), (0, 0, 0, 6))
 
 
 def details(plan: Plan) -> Iterator[RenderableType]:

@@ -1,6 +1,12 @@
 from contextlib import contextmanager
 
+CURRENT = []
+
 
 @contextmanager
 def set_current_vllm_config(config):
-    yield config
+    CURRENT.append(config)
+    try:
+        yield config
+    finally:
+        CURRENT.pop()

@@ -1,9 +1,11 @@
+import copy
 import json
 import types
 from pathlib import Path
 
 import torch
 
+from vllm.config.speculative import SpeculativeConfig
 from vllm.entrypoints.openai import server  # noqa: F401  (serving: not needed to load)
 
 
@@ -18,7 +20,25 @@ class EngineArgs:
             raise ValueError(
                 f"Total number of attention heads ({hf['heads']}) must be divisible by tensor parallel size ({tp})."
             )
-        model = types.SimpleNamespace(
-            model=self.model, hf_config=hf, dtype=torch.bfloat16, quantization=hf.get("quantization")
+        if self.options.get("pipeline_parallel_size", 1) > hf["layers"]:
+            raise NotImplementedError("Pipeline parallelism is not supported for this model.")
+        if self.options.get("enable_expert_parallel") and not hf.get("experts"):
+            raise ValueError(
+                "Number of experts in the model must be greater than 0 when expert parallelism is enabled."
+            )
+        hf = types.SimpleNamespace(**(hf | self.options.get("hf_overrides", {})))
+        model = self._model(hf)
+        speculative = None
+        if "speculative_config" in self.options:
+            draft = self._model(SpeculativeConfig.hf_config_override(copy.deepcopy(hf)))
+            speculative = types.SimpleNamespace(draft_model_config=draft)
+        return types.SimpleNamespace(
+            model_config=model,
+            load_config=types.SimpleNamespace(load_format=self.options.get("load_format", "auto")),
+            parallel_config=types.SimpleNamespace(ep=self.options.get("enable_expert_parallel", False)),
+            speculative_config=speculative,
         )
-        return types.SimpleNamespace(model_config=model, load_config=types.SimpleNamespace(), options=self.options)
+
+    def _model(self, hf):
+        quantization = self.options.get("quantization") or getattr(hf, "quantization", None)
+        return types.SimpleNamespace(model=self.model, hf_config=hf, dtype=torch.bfloat16, quantization=quantization)

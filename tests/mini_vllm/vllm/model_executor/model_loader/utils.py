@@ -1,4 +1,5 @@
-def initialize_model(vllm_config):
+def initialize_model(vllm_config, model_config=None):
     from vllm.model_executor.models.registry import MODELS
 
-    return MODELS[vllm_config.model_config.hf_config["architectures"][0]](vllm_config.model_config.hf_config)
+    held = (model_config or vllm_config.model_config).hf_config
+    return MODELS[held.architectures[0]](held)

@@ -4,6 +4,7 @@ import torch
 from scipy.optimize import missing_in_every_environment  # noqa: F401  (an import that loading does not need)
 from torch import nn
 
+from vllm.config import CURRENT
 from vllm.distributed import WORLD
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
@@ -59,14 +60,22 @@ class MiniForCausalLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embed = Linear(16, HIDDEN)
-        self.layers = nn.ModuleList([Layer() for _ in range(config["layers"])])
+        first, count = WORLD["pp_rank"], WORLD["pp"]
+        self.embed = Linear(16, HIDDEN) if first == 0 else nn.Identity()
+        stage = range(first * config.layers // count, (first + 1) * config.layers // count)
+        self.layers = nn.ModuleList([Layer() if i in stage else nn.Identity() for i in range(config.layers)])
+
+    def elsewhere(self, name):
+        """Whether a weight belongs to another stage, or to the draft model."""
+        path = name.split(".")[:2] if name.startswith("layers.") else name.split(".")[:1]
+        here = dict(self.named_modules()).get(".".join(path))
+        return isinstance(here, nn.Identity) or (path[0] == "layers" and int(path[1]) >= len(self.layers))
 
     def load_weights(self, weights):
         params = dict(self.named_parameters())
         loaded = set()
         for name, weight in self.mapper.apply(weights):
-            if name.endswith(".skipped"):
+            if name.endswith(".skipped") or self.elsewhere(name):
                 continue
             param = params[name]
             if weight.shard_id is not None:
@@ -134,3 +143,51 @@ class UnbuildableForCausalLM(MiniForCausalLM):
 class EarlyForCausalLM(MiniForCausalLM):
     def load_weights(self, weights):
         raise ImportError("a package is missing")
+
+
+class MiniMTPModel(MiniForCausalLM):
+    """The layer behind the last of the main model, and a projection; the embedding is the main model's."""
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.first = config.layers
+        self.embed_tokens = Linear(16, HIDDEN)
+        self.layers = nn.ModuleDict({str(self.first): Layer()})
+        self.layers[str(self.first)].eh_proj = Linear(HIDDEN, 2 * HIDDEN)
+
+    def elsewhere(self, name):
+        return not name.startswith(f"layers.{self.first}.")
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+
+
+class ExpertsForCausalLM(MiniForCausalLM):
+    """One more layer, of experts: all of them cut over the ranks, or whole ones spread over them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        spread = CURRENT[-1].parallel_config.ep
+        here = config.experts // WORLD["tp"] if spread else config.experts
+        self.mine = range(WORLD["tp_rank"] * here, (WORLD["tp_rank"] + 1) * here) if spread else range(config.experts)
+        self.experts = Linear(here, HIDDEN)
+
+    def load_weights(self, weights):
+        def others():
+            for name, weight in weights:
+                if name.startswith("model.experts."):
+                    number = int(name.split(".")[2])
+                    if number in self.mine:
+                        self.experts.weight.data[number - self.mine[0]].copy_(weight)
+                else:
+                    yield name, weight
+
+        return super().load_weights(others()) | {"experts.weight"}
+
+
+class ForgetfulForCausalLM(ExpertsForCausalLM):
+    """With experts spread, every rank takes those of the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mine = range(len(self.mine))

@@ -12,4 +12,4 @@ class _LazyRegisteredModel:
         raise AssertionError("a replay inspects classes in its own process")
 
 
-MODELS = {name: cls for name, cls in vars(mini).items() if name.endswith("ForCausalLM")}
+MODELS = {name: cls for name, cls in vars(mini).items() if name.endswith(("ForCausalLM", "MTPModel"))}

@@ -1,0 +1,1 @@
+"""Compiled operators and what they make: nothing here has any."""
