@@ -27,6 +27,26 @@ def natural_key(name: str) -> tuple[object, ...]:
     return tuple((len(n := p.lstrip("0")), n) if i % 2 else p for i, p in enumerate(parts)), name
 
 
+_SEGMENT = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+def numbered_as(path: str, like: str, name: str) -> str:
+    """`path`, which belongs to `like`, as it is for `name`, the same but for its numbers: those that `path` and `like` share, in order.
+
+    `layers.0.qkv` for `layers.0.experts.3.q` is `layers.5.qkv` for `layers.5.experts.7.q`.
+    """
+    numbers = list(zip(_SEGMENT.findall(like), _SEGMENT.findall(name), strict=True))
+
+    def exchanged(match: re.Match[str]) -> str:
+        while numbers:
+            old, new = numbers.pop(0)
+            if old == match[0]:
+                return str(new)
+        return str(match[0])
+
+    return _SEGMENT.sub(exchanged, path)
+
+
 # Shown as nothing although Python calls them printable (Unicode Default_Ignorable_Code_Point, and the blank braille cell).
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"

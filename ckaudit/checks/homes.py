@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ckaudit.checks.facts import shape, split
+from ckaudit.naming import numbered_as
 from ckaudit.plan import Plan
 
 _STACKED = re.compile(r"w\d+_")
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 Home = tuple[str, str]
 """The path of the engine's module, and what its parameters' names begin with: `w13_` of stacked experts, else nothing."""
@@ -38,7 +38,7 @@ class Homes:
         like = self._like.get(shape(module))
         if like is None:
             return set()
-        return {(_moved(owner, like, module), prefix) for owner, prefix in self._seen[like]}
+        return {(numbered_as(owner, like, module), prefix) for owner, prefix in self._seen[like]}
 
     def among(self, parameters: Iterable[str], module: str) -> list[tuple[str, str]]:
         """Those of `parameters` that belong to `module`, each with its leaf as the checkpoint would call it."""
@@ -50,17 +50,3 @@ class Homes:
             if prefix is not None:
                 found.append((name, own.removeprefix(prefix)))
         return found
-
-
-def _moved(owner: str, like: str, module: str) -> str:
-    """`owner`, which holds `like`, with the numbers of `module` instead: those that both have, in order."""
-    numbers = list(zip(_NUMBER.findall(like), _NUMBER.findall(module), strict=True))
-
-    def exchanged(match: re.Match[str]) -> str:
-        while numbers:
-            old, new = numbers.pop(0)
-            if old == match[0]:
-                return str(new)
-        return str(match[0])
-
-    return _NUMBER.sub(exchanged, owner)

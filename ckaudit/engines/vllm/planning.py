@@ -15,6 +15,7 @@ from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story, family
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.words import message
+from ckaudit.naming import numbered_as
 from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
 DRAFT = "draft model: "
@@ -22,6 +23,7 @@ DRAFT = "draft model: "
 
 def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> Plan:
     """`plan` with what was seen."""
+    story = story._replace(faults=tuple(_placed(fault, story) for fault in story.faults))
     last = story.last
     errors = [fault.raised for fault in story.faults]
     if last.raised is not None and last.raised.excuse is None:
@@ -115,6 +117,21 @@ def _looked_up(fault: Fault, name: str) -> str | None:
     if not text or name.startswith(f"{text}."):
         return None
     return f"{at}.{text}" if at and not text.startswith(f"{at}.") else text
+
+
+def _placed(fault: Fault, story: Story) -> Fault:
+    """`fault`, with the parameter where torch raised before the loader took it in hand (a view, a split of a tensor that does not fit): the
+    one of the same name, or where a sibling of the tensor went."""
+    raised, layout = fault.raised, story.last.layout
+    if raised.parameter is not None or not fault.names or not isinstance(raised.error, RuntimeError | IndexError):
+        return fault
+    name = fault.names[0]
+    found = name if name in layout else None
+    for sibling, seen in story.last.result.tensors.items() if found is None else ():
+        if seen.into and family(sibling) == family(name):
+            found = numbered_as(seen.into[0], sibling, name)
+            break
+    return fault._replace(raised=raised._replace(parameter=found)) if found in layout else fault
 
 
 def is_shape_fault(raised: Raised) -> bool:

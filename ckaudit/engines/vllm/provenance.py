@@ -191,6 +191,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[misc]
         record = self._storages.known(tensor)
         return record.name if record is not None and record.kind == "parameter" else None
 
+    def untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing was written into the storage of this tensor."""
+        record = self._storages.known(tensor)
+        return record is None or not record.log
+
     def listed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real values of a tensor that is about to be read as a list. Raises NoValues."""
         return self._values.of(tensor)
