@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from ckaudit import header
-from ckaudit.materialize import classes, forward, layout, loading, values
+from ckaudit.materialize import classes, forward, layout, loading, reductions, values
 from ckaudit.materialize.hostmap import MappedFiles
 from ckaudit.materialize.job import LoadJob, LoadOptions
 from ckaudit.materialize.layout import Stored
@@ -394,8 +394,8 @@ def _limits(bench: Bench) -> None:
         ("norm 2", lambda: torch.linalg.vector_norm(numbers, 2, dim=1, dtype=torch.float32)),
         ("norm 4", lambda: torch.linalg.vector_norm(numbers, 4, dim=1, dtype=torch.float32)),
         ("norm 0", lambda: torch.linalg.vector_norm(numbers, 0, dim=1, dtype=torch.float32)),
-        ("digest", lambda: values._digest(there.view(1, -1))),
-        ("all reductions", lambda: values._reductions((0,), numbers, None)),
+        ("digest", lambda: reductions.digest_of(there.view(1, -1))),
+        ("all reductions", lambda: reductions._reductions((0,), numbers, None)),
     ):
         work()
         bench.sync()

@@ -13,8 +13,8 @@ np = pytest.importorskip("numpy")
 
 from ckaudit.checks.observed import TensorStats  # noqa: E402
 from ckaudit.errors import UsageError  # noqa: E402
+from ckaudit.materialize import reductions, values  # noqa: E402
 from ckaudit.materialize import stats as tables  # noqa: E402
-from ckaudit.materialize import values  # noqa: E402
 from ckaudit.materialize.dtypes import torch_dtype, torch_shape  # noqa: E402
 from ckaudit.materialize.layout import Stored, plan  # noqa: E402
 from ckaudit.naming import natural_key  # noqa: E402
@@ -154,17 +154,38 @@ def test_small_tensors_of_one_kind_are_reduced_together_and_told_apart(monkeypat
 
 
 def test_large_tensors_come_in_blocks_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_CPU_BLOCK", 1000)
+    monkeypatch.setattr(reductions, "CPU_BLOCK", 1000)
     numbers = torch.randn(12_345, generator=torch.Generator().manual_seed(3)) + 0.5
     found = scan("F32", numbers, (12_345,))
     assert found.std == pytest.approx(numbers.double().std(correction=0).item(), rel=1e-6)
 
 
+def test_memory_that_only_the_scan_still_holds_is_looked_at_first() -> None:
+    blocks = [torch.zeros(64, dtype=torch.uint8) for _ in range(5)]
+    model = [block.view(torch.float32) for block in blocks]  # what the loader keeps: other tensors of the same memory
+    order: list[int] = []
+
+    def arrivals() -> Any:
+        for index in range(5):
+            yield index, blocks[index].detach(), ()
+            blocks[index] = torch.empty(0)  # the stream's hold ends when the loader has taken the tensor
+            if index == 2:
+                model[0] = model[2] = torch.empty(0)  # made into something else, and dropped
+
+    for number, block, _ in values._in_good_time(arrivals()):
+        order.append(number)
+        del block
+    assert sorted(order[:2]) == [0, 2]
+    assert sorted(order[2:]) == [1, 3, 4]
+
+
 @pytest.mark.parametrize("n", [999, 12_000, 12_345])
 def test_elements_are_counted_past_what_float32_can_count(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_EXACT", 1000)  # in place of 2^24: one cut, cuts of one size, cuts that leave a rest
+    monkeypatch.setattr(
+        reductions, "_EXACT", 1000
+    )  # in place of 2^24: one cut, cuts of one size, cuts that leave a rest
     x = (torch.rand(3, n, generator=torch.Generator().manual_seed(1)) > 0.3).float()
-    assert values._nonzero(x, torch.float32).tolist() == [int(row.bool().sum()) for row in x]
+    assert reductions._nonzero(x, torch.float32).tolist() == [int(row.bool().sum()) for row in x]
 
 
 def test_what_is_equal_has_one_digest_and_a_swap_of_two_words_none() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,61 +20,33 @@ import torch
 from ckaudit.checks.observed import TensorStats
 from ckaudit.materialize.dtypes import DTYPE_NAMES, torch_dtype
 from ckaudit.materialize.layout import Arena, Layout, Stored
+from ckaudit.materialize.reductions import CPU_BLOCK, SMALL, Rows, blocks, decoded, digest_of
 
-_NATIVE = frozenset({"F64", "F32", "F16", "BF16"})
-"""Reduced as they are; everything else is decoded block by block."""
-_WIDE = frozenset(
-    {"F64", "F8_E8M0", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F6_E2M3", "F6_E3M2"}
-)
-"""Decoded to float64: a power of two up to 2^127, or an integer, must not lose what is looked for."""
-_BLOCK = 1 << 26
-"""Elements of a tensor reduced at once: few enough for float32 sums."""
-_DECODED_BLOCK = 1 << 23
-"""Elements decoded at once: the copy costs no memory to speak of."""
-_CPU_BLOCK = 1 << 20
-"""On a CPU: a block that stays in the cache while it is reduced six times."""
-_SMALL = 1 << 16
 _TOGETHER = 256
 """Small tensors of one dtype and size that are reduced at once."""
-# E2M1 by nibble. Source: OCP Microscaling Formats (MX) 1.0, section 5.3.3.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_EXACT = 1 << 24
-"""Elements that float32 can count one by one."""
+_LOOKS = 8
+"""Waiting allocations that are looked at each time another arrives."""
 _DROWNED = 1e4
 """mean² / variance from which float32 sums of squares say little about the deviation."""
 
 
-class _Rows(NamedTuple):
-    """Reductions of one block, on the device: tensors `members`, `count` elements of each, and an element per tensor in everything else."""
-
-    members: tuple[int, ...]
-    elements: int
-    centred: bool
-    """Whether mean and variance stand in place of sum and 2-norm."""
-    low: Any
-    high: Any
-    total: Any
-    square: Any
-    """The 2-norm."""
-    fourth: Any
-    """The 4-norm."""
-    nonzero: Any
-    digest: Any
-    """int64: the sum of the bytes as 64-bit words, which no order of adding changes."""
+_Told = tuple[int, torch.Tensor, Sequence[Any]]
+"""A finished allocation: its number, its bytes (flat uint8), and the CUDA events behind which they are there."""
 
 
 class Scan:
     """Takes finished allocations in any thread (`ready`), and tells about every tensor at the end (`finish`). A context manager.
 
-    On a GPU a thread and a stream of its own reduce them: readers go on reading. Tensors too small to be worth a launch wait for others of
-    their kind.
+    On a GPU a thread and a stream of its own reduce them, when everything has arrived: before that each call would take the interpreter
+    from the readers. Memory that nobody else holds any more (the loader made something else of it) is reduced and let go on the way.
+    Tensors too small to be worth a launch wait for others of their kind.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._rows: list[_Rows] = []
+        self._rows: list[Rows] = []
         self._small: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
-        self._queue: SimpleQueue[tuple[int, torch.Tensor, Sequence[Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Told | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True) if device.type == "cuda" else None
 
@@ -92,7 +65,7 @@ class Scan:
     def ready(self, arena: int, block: torch.Tensor, events: Sequence[Any]) -> None:
         """Reduce one allocation (flat uint8) behind `events`; on a GPU it returns at once."""
         if self._thread is not None:
-            self._queue.put((arena, block, events))
+            self._queue.put((arena, block.detach(), events))  # a tensor of our own: other holders can be counted
         else:
             self._reduce(self._layout.arenas[arena], block)
 
@@ -120,8 +93,7 @@ class Scan:
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
-                while (told := self._queue.get()) is not None:
-                    arena, block, events = told
+                for arena, block, events in _in_good_time(iter(self._queue.get, None)):
                     for event in events:
                         stream.wait_event(event)
                     self._reduce(self._layout.arenas[arena], block)
@@ -136,8 +108,8 @@ class Scan:
             first = self._layout.tensors[members[0][0]]
             start = members[0][1]
             flat = block[start : start + first.nbytes * len(members)].view(len(members), first.nbytes)
-            if len(members) > 1 or first.nbytes > _SMALL:
-                self._rows += _blocks(tuple(m for m, _ in members), first.dtype, flat)
+            if len(members) > 1 or first.nbytes > SMALL:
+                self._rows += blocks(tuple(m for m, _ in members), first.dtype, flat)
                 continue
             waiting = self._small.setdefault((first.dtype, first.nbytes), [])
             waiting.append((members[0][0], flat[0]))
@@ -151,7 +123,28 @@ class Scan:
     def _flush(self, dtype: str, nbytes: int) -> None:
         """Reduce the small tensors of one kind, as rows of one matrix."""
         waiting = self._small.pop((dtype, nbytes))
-        self._rows += _blocks(tuple(m for m, _ in waiting), dtype, torch.stack([flat for _, flat in waiting]))
+        self._rows += blocks(tuple(m for m, _ in waiting), dtype, torch.stack([flat for _, flat in waiting]))
+
+
+def _in_good_time(told: Iterable[_Told]) -> Iterator[_Told]:
+    """The same allocations: those that nobody else holds as soon as that is seen, all others at the end."""
+    waiting: deque[_Told] = deque()
+    for one in told:
+        waiting.append(one)
+        for _ in range(min(_LOOKS, len(waiting))):
+            oldest = waiting.popleft()
+            if _let_go(oldest[1]):
+                yield oldest
+            else:
+                waiting.append(oldest)
+    yield from waiting
+
+
+def _let_go(block: torch.Tensor) -> bool:
+    """Whether nobody but the caller holds the memory of `block`; True where this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = block.untyped_storage()
+    return count is None or count(storage._cdata) <= 2  # `block` and `storage`
 
 
 def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
@@ -159,7 +152,7 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
     nan = inf = nonzero = count = 0
     low, high, mean, m2, quad = math.inf, -math.inf, 0.0, 0.0, 0.0
     seen = 0
-    for block in _decoded(tensor.dtype, data.view(1, -1), _CPU_BLOCK):
+    for block in decoded(tensor.dtype, data.view(1, -1), CPU_BLOCK):
         values = block.double().flatten()
         count += values.numel()
         finite = values[torch.isfinite(values)]
@@ -188,7 +181,7 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
         mean=mean,
         std=std,
         kurtosis=_kurtosis(quad / seen if seen else 0.0, mean, std),
-        digest=_digest(data.view(1, -1)).tolist()[0],
+        digest=digest_of(data.view(1, -1)).tolist()[0],
     )
 
 
@@ -206,11 +199,11 @@ class _Part(NamedTuple):
     digest: int
 
 
-def _parts(every: Sequence[_Rows]) -> Iterator[tuple[_Rows, list[_Part]]]:
+def _parts(every: Sequence[Rows]) -> Iterator[tuple[Rows, list[_Part]]]:
     """The blocks' reductions as numbers. One copy from the device for all: a wait for each would take longer than its reductions."""
     if not every:
         return
-    columns = [[getattr(rows, name) for rows in every] for name in _Rows._fields[3:-1]]
+    columns = [[getattr(rows, name) for rows in every] for name in Rows._fields[3:-1]]
     table = torch.stack([torch.cat(column).double() for column in columns], dim=1).tolist()
     cells = zip(table, torch.cat([rows.digest for rows in every]).tolist(), strict=True)
     for rows in every:
@@ -258,7 +251,7 @@ def _unsettled(found: TensorStats) -> bool:
     """Whether sums on the device are not enough: something is not finite, or the mean drowns the deviation."""
     if not (math.isfinite(found.low) and math.isfinite(found.high) and math.isfinite(found.std)):
         return True
-    return found.low != found.high and found.count > _SMALL and found.mean**2 > _DROWNED * found.std**2
+    return found.low != found.high and found.count > SMALL and found.mean**2 > _DROWNED * found.std**2
 
 
 def _kurtosis(quad: float, mean: float, std: float) -> float | None:
@@ -286,74 +279,6 @@ def _alike(arena: Arena, tensors: Sequence[Stored]) -> Iterator[list[tuple[int, 
         run.append(member)
     if run:
         yield run
-
-
-def _blocks(members: tuple[int, ...], dtype: str, flat: torch.Tensor) -> Iterator[_Rows]:
-    """The reductions of the rows of `flat` (tensors, bytes), block by block."""
-    if flat.device.type != "cpu" and dtype in _NATIVE:
-        size = _BLOCK  # of each row: nothing is copied
-    else:
-        size = max(1, (_CPU_BLOCK if flat.device.type == "cpu" else _DECODED_BLOCK) // flat.shape[0])
-    digest: Any = _digest(flat)
-    for values in _decoded(dtype, flat, size):
-        yield _reductions(members, values, digest)
-        digest = torch.zeros_like(digest)  # counted with the first block alone
-
-
-def _reductions(members: tuple[int, ...], x: torch.Tensor, digest: Any) -> _Rows:
-    """Of each row of `x`, without a copy of it and in as few calls as torch allows: with readers at work each waits for the interpreter."""
-    n = x.shape[1]
-    centred = n <= _SMALL
-    if x.device.type == "cpu" or centred:
-        x = x if x.dtype == torch.float64 else x.float()
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    low, high = torch.aminmax(x, dim=1)
-    if centred:
-        square, total = torch.var_mean(x, dim=1, correction=0)
-    else:
-        total = torch.sum(x, dim=1, dtype=wide)
-        square = torch.linalg.vector_norm(x, 2, dim=1, dtype=wide)
-    fourth = torch.linalg.vector_norm(x, 4, dim=1, dtype=wide)
-    return _Rows(members, n, centred, low, high, total, square, fourth, _nonzero(x, wide), digest)
-
-
-def _nonzero(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """How many elements of each row are not zero, exactly."""
-    n = x.shape[1]
-    cuts = -(-n // _EXACT)
-    if cuts == 1:
-        return torch.linalg.vector_norm(x, 0, dim=1, dtype=wide)
-    if n % cuts == 0:
-        return torch.linalg.vector_norm(x.unflatten(1, (cuts, -1)), 0, dim=2, dtype=wide).double().sum(dim=1)
-    return torch.stack([_nonzero(part, wide) for part in x.split(_EXACT, dim=1)]).double().sum(dim=0)
-
-
-def _decoded(dtype: str, flat: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """The rows of `flat` as numbers, `size` elements of each row at a time: views of native floats, else decoded copies."""
-    if dtype == "F4":
-        table = torch.tensor(_E2M1, device=flat.device)
-        for part in flat.split(max(1, size // 2), dim=1):
-            yield torch.stack([table[(part & 15).long()], table[(part >> 4).long()]], dim=2).flatten(1)
-        return
-    values = flat.view(torch_dtype(dtype))
-    if dtype == "C64":
-        values = torch.view_as_real(values).flatten(1)
-    for part in values.split(size, dim=1):
-        yield (
-            part if dtype in _NATIVE or dtype == "C64" else part.to(torch.float64 if dtype in _WIDE else torch.float32)
-        )
-
-
-def _digest(flat: torch.Tensor) -> Any:
-    """The bytes of each row as 64-bit words, added up modulo 2^64; bytes beyond the last whole word are left to an exact comparison."""
-    words = flat.shape[1] // 8
-    if not words:
-        return torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
-    if flat.shape[0] == 1:  # on its own: a row's stride, which a view must divide, may be odd
-        return flat[0, : words * 8].view(torch.int64).sum(dim=0, keepdim=True)
-    if flat.shape[1] % 8:
-        flat = flat[:, : words * 8].contiguous()
-    return flat.view(torch.int64).sum(dim=1)
 
 
 def _signed(value: int) -> int:
