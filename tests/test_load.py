@@ -399,6 +399,26 @@ def test_a_processor_that_does_not_fit_the_model_is_found_though_the_config_make
     assert "image input from the repo's processor: " in found.message
 
 
+def test_frames_are_not_to_be_sampled_from_a_video_that_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MiniCPM-V 4.6's processor wants it (transformers 5.17, `video_processing_minicpmv4_6.py`): metadata, or no sampling."""
+
+    class Processor:
+        chat_template = None
+        video_token = "<video>"
+
+        def __call__(self, *, text: str, videos: list[Any], do_sample_frames: bool = True, return_tensors: str) -> Any:
+            if do_sample_frames:
+                raise ValueError("complete video metadata with `duration` and `fps` is required")
+            assert text.startswith("<video>")
+            return {
+                "input_ids": torch.zeros((1, len(text)), dtype=torch.long),
+                "pixel_values_videos": torch.ones(len(videos)),
+            }
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_args, **_more: Processor())
+    assert "pixel_values_videos" in processed.make("repo", "video", 64, 0, trust_remote_code=False)
+
+
 def test_a_tokenizer_whose_ids_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
     words = tokenizer(user=320)  # the model has rows for 0 to 319
     words.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{% endfor %}"

@@ -40,6 +40,7 @@ def make(folder: str, kind: str, length: int, seed: int, *, trust_remote_code: b
         media["images"] = [random.integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8)]
     elif kind == "video":
         media["videos"] = [random.integers(0, 256, (_FRAMES, _SIDE, _SIDE, 3), dtype=np.uint8)]
+        media["do_sample_frames"] = False  # these frames are all there is: nobody could say of how many seconds
     elif kind == "audio":
         media["audio"] = [random.standard_normal(_RATE).astype(np.float32)]
     if kind != "text":
