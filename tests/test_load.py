@@ -613,13 +613,14 @@ def test_ctrl_c_gives_what_is_known_and_leaves_no_child(llama: Path) -> None:
 
     class Listening:
         def note(self, text: str) -> None:
-            if text == "load: load":
-                started.append(1)
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            raise AssertionError(text)
 
         def task(self, label: str, total: int | None = None) -> Any:
             from ckaudit.progress import NullProgress
 
+            if label == "load: load":
+                started.append(1)
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             return NullProgress().task(label, total)
 
     begin = time.monotonic()

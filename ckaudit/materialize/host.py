@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,7 +118,7 @@ def run_child(
     Ctrl-C asks the child for what it knows; a second one ends it at once.
     """
     stage, done, interrupted = "start", False, False
-    with tempfile.TemporaryFile() as errors, _child(argv, errors, cwd) as process:
+    with tempfile.TemporaryFile() as errors, _child(argv, errors, cwd) as process, ExitStack() as shown:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):
@@ -130,7 +130,8 @@ def run_child(
                     event = msgspec.json.decode(line, type=Event)
                     if event.stage is not None:
                         stage = event.stage
-                        progress.note(f"load: {stage}")
+                        shown.close()
+                        shown.enter_context(progress.task(f"load: {stage}"))
                     done = done or event.done
                     hear(event)
                 break
