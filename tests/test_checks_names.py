@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckaudit import checks
-from ckaudit.plan import Collision, Failure, NameFate, Note, Parameter, Plan, Unjudged
+from ckaudit.plan import Collision, Failure, NameFate, Note, Parameter, Plan, RuleHit, Step, Unjudged
 from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, told
 
 LLAMA = llama()
@@ -218,6 +218,40 @@ class TestSeveralEngines:
             ("CK203", "toy==1", "engine"),
             ("CK203", "toy==2", "engine"),
         }
+
+    def test_a_tensor_that_one_warns_of_and_another_passes_over_is_told_once(self) -> None:
+        source = checkpoint([*LLAMA, "model.norm.bias"])
+        loud, quiet = plan(source, LLAMA), plan(source, LLAMA, id="toy==2")
+        fates = tuple(msgspec.structs.replace(n, fate="ignored") if n.fate == "unmatched" else n for n in quiet.names)
+        quiet = msgspec.structs.replace(quiet, names=fates)
+        finding = only(source, loud, quiet)
+        assert (finding.check, finding.engine, finding.names) == ("CK203", None, ("model.norm.bias",))
+        assert "toy==2 passes over them without a word" in finding.message
+        other = checkpoint([*LLAMA, "model.norm.bias", "model.extra.weight"])  # of another set each says its own
+        one, two = plan(other, [*LLAMA, "model.extra.weight"]), plan(other, LLAMA, id="toy==2")
+        fates = tuple(msgspec.structs.replace(n, fate="ignored") if n.fate == "unmatched" else n for n in two.names)
+        assert len(findings(other, one, msgspec.structs.replace(two, names=fates))) > 1
+
+    def test_a_part_of_a_fused_parameter_that_another_lacks_too_is_told_once(self) -> None:
+        source = checkpoint(drop(LLAMA, "layers.2.self_attn.q_proj"))
+        fused = [n for n in LLAMA if not any(p in n for p in ("q_proj", "k_proj", "v_proj"))]
+        fused += [f"model.layers.{i}.self_attn.qkv_proj.weight" for i in range(4)]
+        short = "model.layers.2.self_attn.qkv_proj.weight"
+        parts = tuple(
+            Parameter(n, "partial", share=0.5, sources=("model.layers.2.self_attn.k_proj.weight",)) if n == short else Parameter(n, "full")
+            for n in fused
+        )  # fmt: skip
+        rules = tuple(RuleHit("stacked", f".{p}_proj", ".qkv_proj", "", 3) for p in "qkv")
+        step = Step("stacked", ".k_proj", "", "a", "b")
+        names = tuple(NameFate(n, "loaded", n, chain=(step,) if "k_proj" in n else ()) for n in source.tensors)
+        fusing = Plan(id="toy==2", engine="toy", release="2", method="live", names=names, parameters=parts, rules=rules)
+        assert [(f.check, f.engine) for f in findings(source, fusing)] == [("CK205", "toy==2")]
+        finding = only(source, plan(source, LLAMA), fusing)
+        assert (finding.check, finding.engine, finding.names) == (
+            "CK204",
+            None,
+            ("model.layers.2.self_attn.q_proj.weight",),
+        )
 
 
 def test_the_catalogue_has_each_id_once() -> None:

@@ -79,7 +79,7 @@ EXPLAIN: tuple[Explain, ...] = (
     companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
     classes.whole_parts, ties.head_lost,
     # one finding for what is left, kind by kind
-    names.silent, names.likely_renames, names.unmatched, names.missing, names.partly, tensors.read_in_part,
+    names.likely_renames, names.silent, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,
     # what costs nothing here
     parallel.refused, prefixes.accepted, drafts.draft_left_out, names.claims, config.newer, tensors.unchecked,
@@ -135,7 +135,26 @@ def _shared(found: list[Finding], judged: Sequence[Plan]) -> list[Finding]:
         out.setdefault(
             _cause(f) if shared else (f.engine, *_cause(f), f.message), structs.replace(f, engine=None) if shared else f
         )
-    return list(out.values())
+    return _once(list(out.values()), {p.id for p in judged})
+
+
+def _once(found: list[Finding], engines: set[str]) -> list[Finding]:
+    """`found`, where tensors that have no place in any engine are told once, whether it warns of them or passes over them."""
+    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+    for f in found:
+        if f.check in ("CK203", "CK206") and f.engine and f.severity == "error" and f.blame == "checkpoint":
+            groups[f.names].append(f)
+    merged: dict[int, Finding] = {}
+    taken: set[int] = set()
+    for group in groups.values():
+        loud = [f for f in group if f.check == "CK203"]
+        if loud and len(group) > len(loud) and {f.engine for f in group} == engines:
+            quiet = " and ".join(str(f.engine) for f in group if f.check == "CK206")
+            verb = "passes" if len(group) == len(loud) + 1 else "pass"
+            told = f"{loud[0].message} {quiet} {verb} over them without a word."
+            merged[id(loud[0])] = structs.replace(loud[0], engine=None, message=told)
+            taken |= {id(f) for f in group if f is not loud[0]}
+    return [merged.get(id(f), f) for f in found if id(f) not in taken]
 
 
 def _cause(finding: Finding) -> tuple[object, ...]:

@@ -150,15 +150,19 @@ def _quantised_biases(case: Case, names: Iterable[str]) -> list[str]:
 def likely_renames(case: Case) -> Iterator[Finding]:
     """Strays and gaps that pair up by likeness, stack by stack: each pair is one rename, so one finding tells both."""
     missing = {g for g, p in case.gaps.items() if p.coverage == "none"}
-    strays = {n: f for n, f in case.strays.items() if f.fate == "unmatched"}
+    strays = {n: f for n, f in case.strays.items() if f.fate in ("unmatched", "ignored")}
     if not strays or not missing:
         return
     finder = Nearest(missing)
     pairs: dict[str, str] = {}
     used: set[str] = set()
     for name, fate in strays.items():
-        near = finder.find(fate.into or name)
-        if near is not None and near not in used and _fits(case, name, near):
+        near = finder.find(fate.into or next((s.after for s in reversed(fate.chain) if s.after), name))
+        if near is None or near in used or not _fits(case, name, near):
+            continue
+        if (
+            fate.fate == "unmatched" or case.gaps[near].shape is not None
+        ):  # what is ignored may be meant so: the shape must agree
             pairs[name] = near
             used.add(near)
     for stack, names in by_stack(pairs).items():
@@ -214,8 +218,8 @@ def _by_its_rule(case: Case, name: str, built: set[str]) -> bool:
 
 def missing(case: Case) -> Iterator[Finding]:
     """Parameters that no tensor fills: they keep whatever they were initialised with."""
-    gaps = [g for g, p in case.gaps.items() if p.coverage == "none"]
-    for stack, group in by_stack(gaps).items():
+    lacking = _lacking(case)
+    for stack, group in by_stack(lacking).items():
         elsewhere = case.loads_elsewhere(())
         yield case.finding(
             MISSING, f"{many(len(group), 'parameter')}{under(stack)} not in any tensor, so left as initialised: {_listed(group)}.",
@@ -223,7 +227,24 @@ def missing(case: Case) -> Iterator[Finding]:
             mend=f"Use {elsewhere.id}, which loads the checkpoint whole." if elsewhere else "Take them from the source of this checkpoint.",
             wanted=printable(group[0]), found="nothing stored",
         )  # fmt: skip
-    case.take((), gaps)
+    case.take((), lacking.values())
+
+
+def _lacking(case: Case) -> dict[str, str]:
+    """What no tensor fills -> the parameter here: parts of a fused one by their own names, where an engine that fuses nothing lacks them
+    too, so that one loss is told of all engines alike."""
+    apart = {p.name for o in case.others for p in o.parameters if p.coverage == "none" and p.by_design is None}
+    parts: dict[str, list[str]] = defaultdict(list)
+    for part, owner in case.parts.items() if apart else ():
+        parts[owner].append(part)
+    found: dict[str, str] = {}
+    for name, parameter in case.gaps.items():
+        shared = [p for p in parts[name] if p in apart]
+        if shared and (parameter.coverage == "partial" or len(shared) == len(parts[name])):
+            found |= dict.fromkeys(shared, name)
+        elif parameter.coverage == "none":
+            found[name] = name
+    return found
 
 
 def partly(case: Case) -> Iterator[Finding]:
