@@ -83,7 +83,8 @@ def tally(plan: Plan, sizes: Mapping[str, int]) -> Tally:
     """
     fates: Counter[str] = Counter()
     lost = 0.0
-    for n in plan.names:
+    fates["loaded"] = len(plan.names) - len(plan.not_plain)
+    for n in plan.not_plain:
         fates[n.fate if n.fate == "loaded" or n.by_design is None else "by_design"] += 1
         if n.by_design is None and n.fate != "not_reached":
             unread = 1.0 if n.fate != "loaded" else 1.0 - (1.0 if n.read is None else n.read)

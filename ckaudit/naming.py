@@ -179,6 +179,64 @@ def _boxes(points: set[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
     return [(*box[:axis], tuple(values), *box[axis:]) for remainder, values in chosen for box in _boxes(set(remainder))]
 
 
+# A number that is a whole segment of a path.
+_SEGMENT = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+_NUMBER = re.compile(r"\.([0-9]+)(?![^.\n])")
+"""The same in names of one line each, each after a dot; it begins with a plain character, which is ten times as fast to look for."""
+
+
+def shape(name: str) -> str:
+    """`name` with every number that is a segment of its own as `#`."""
+    return _SEGMENT.sub("#", name)
+
+
+Places = dict[tuple[str, ...], None]
+"""Numbers that stand together in some names, each once and in order."""
+
+
+class Alike(msgspec.Struct):
+    """Names of one shape, and the numbers in all of them, one name's after the other's."""
+
+    names: list[str]
+    numbers: list[str]
+
+    @property
+    def countable(self) -> bool:
+        """Whether each number may be an index: of at most six digits."""
+        return max(map(len, set(self.numbers)), default=0) <= 6
+
+    def numbered_as(self, other: Alike) -> bool:
+        """Whether name for name the same numbers are in both."""
+        return len(self.names) == len(other.names) and self.numbers == other.numbers
+
+    def places(self, count: int) -> Places:
+        """The first `count` numbers of each name."""
+        step = len(self.numbers) // len(self.names)
+        return dict.fromkeys(zip(*(self.numbers[i::step] for i in range(count)), strict=True))
+
+
+def alike(names: list[str]) -> dict[str, Alike]:
+    """`names` by shape, in order of first appearance."""
+    text = "." + "\n.".join(names)
+    parts = _NUMBER.split(text)
+    shapes, numbers = ".#".join(parts[::2])[1:].split("\n."), parts[1::2]
+    # A name may read like what stands between two of them, or like a shape.
+    if text.count("\n") != len(names) - 1 or "#" in text:
+        shapes = [shape(name) for name in names]
+        numbers = [n for name in names if "#" not in name for n in _SEGMENT.findall(name)]
+    found: dict[str, Alike] = {}
+    at = 0
+    for name, text in zip(names, shapes, strict=True):
+        group = found.get(text)
+        if group is None:
+            group = found[text] = Alike([], [])
+        width = text.count("#") if "#" not in name else 0
+        group.names.append(name)
+        group.numbers += numbers[at : at + width]
+        at += width
+    return found
+
+
 _WORD = re.compile(r"[A-Za-z]+")
 _FEW = 24
 """Candidates that are compared letter by letter for one name."""

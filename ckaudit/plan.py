@@ -165,17 +165,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tp: tuple[dict[str, Any], ...] = ()
     draft: Draft | None = None
 
-    @cached_property  # asked for by every check and every report, and a pass over all names
+    @cached_property  # a pass over all names, of which most checks and reports want but these
+    def not_plain(self) -> tuple[NameFate, ...]:
+        """The names that were not simply loaded, read whole or to an unknown share: all that a loss can be among."""
+        return tuple(
+            n
+            for n in self.names
+            if n.fate != "loaded" or n.by_design is not None or (n.read is not None and n.read < 1)
+        )
+
+    @cached_property
     def verdict(self) -> Verdict:
         """What raises decides `fails`; what was observed decides loss; by-design gaps never lower a verdict."""
         if self.not_judged is not None:
             return "not_judged"
         if self.error is not None:
             return "fails"
-        lost_name = any(n.fate != "loaded" and n.by_design is None for n in self.names)
-        lost_part = any(
-            n.fate == "loaded" and n.read is not None and n.read < 1 and n.by_design is None for n in self.names
-        )
+        lost = any(n.by_design is None for n in self.not_plain)
         unwritten = any(p.coverage in ("none", "partial") and p.by_design is None for p in self.parameters)
         cast = any(m.kind == "dtype" for m in self.mismatches)  # what the stored numbers stand for is lost
-        return "loads_with_loss" if lost_name or lost_part or unwritten or cast or self.collisions else "loads"
+        return "loads_with_loss" if lost or unwritten or cast or self.collisions else "loads"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from ckaudit.checkpoint.layout import (
 )
 from ckaudit.header import DTYPE_BITS, Defect, Header
 from ckaudit.index import Index as Index
+from ckaudit.naming import Alike, alike
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
 
@@ -47,7 +50,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     nbytes: int | None
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True, dict=True):
     """Everything that can be known of a target without its tensor data."""
 
     name: str
@@ -68,6 +71,16 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """Safetensors files beside the shards that transformers does not read: their tensors are not in `tensors`."""
     folder: str = ""
     """The folder inside the target that is audited, `/` at its end; `texts` and messages leave it out, `shards` and `files` keep it."""
+
+    @cached_property
+    def alike(self) -> dict[str, Alike]:
+        """The tensor names by shape: see `naming.alike`."""
+        return alike(list(self.tensors))
+
+    @cached_property
+    def kinds(self) -> Counter[tuple[str | None, tuple[int, ...] | None, int | None]]:
+        """How many tensors there are of each dtype, shape and number of bytes."""
+        return Counter(map(attrgetter("dtype", "shape", "nbytes"), self.tensors.values()))
 
     @property
     def index_only(self) -> bool:

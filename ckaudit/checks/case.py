@@ -30,7 +30,7 @@ class Case:
         self.others = [p for p in others if p.id != plan.id and p.not_judged is None]
         self.on_files = list(on_files)
         """Findings on the files themselves, which may explain losses here."""
-        lost = [n for n in plan.names if n.fate != "loaded" and n.by_design is None]
+        lost = [n for n in plan.not_plain if n.fate != "loaded" and n.by_design is None]
         self.strays: dict[str, NameFate] = {n.name: n for n in lost if n.fate != "not_reached"}
         self.not_reached: dict[str, NameFate] = {n.name: n for n in lost if n.fate == "not_reached"}
         self.gaps: dict[str, Parameter] = {

@@ -97,8 +97,7 @@ def recognised(facts: Facts) -> dict[Scheme, dict[frozenset[str], list[str]]]:
 
 def _may_be_quantised(facts: Facts) -> bool:
     """A quick look: whether any name reads like a companion, or any dtype is one that weights are quantised to."""
-    dtypes = {t.dtype for t in facts.checkpoint.tensors.values()}
-    return any(d is not None and d not in FULL for d in dtypes) or any(TAIL.search(text) for text in facts.shapes)
+    return bool(facts.dtypes - FULL) or any(TAIL.search(text) for text in facts.shapes)
 
 
 def companions(facts: Facts) -> Iterator[Finding]:

@@ -67,10 +67,10 @@ def layer_counts(facts: Facts) -> Iterator[Finding]:
     )
     known = set(declared.values())
     largest = max(stacks, key=lambda s: (sum(map(len, s.members.values())), s.path))
-    count = len(largest.members)
+    count = len(largest.numbers)
     if (
         said < 1
-        or any(len(s.members) in {v, v + drafts} for s in stacks for v in known)
+        or any(len(s.numbers) in {v, v + drafts} for s in stacks for v in known)
         or not _TEXT.search(largest.path)
     ):
         return
@@ -90,7 +90,7 @@ def expert_counts(facts: Facts) -> Iterator[Finding]:
     counts: dict[int, list[str]] = defaultdict(list)
     for stacks in facts.experts.values():
         for path, stack in stacks.items():
-            counts[max(stack.members) + 1].append(path)
+            counts[max(stack.numbers) + 1].append(path)
     said = set(declared.values()) - {0, 1}
     if not said or not counts:
         return

@@ -53,7 +53,7 @@ def _layers(facts: Facts, announced: int) -> dict[str, set[str]]:
         if re.search(r"\.[0-9]+(\.|$)", path):
             continue
         own = DRAFT.search(path) is not None
-        for i in stack.members:
+        for i in stack.indices:
             if own or (path in facts.layers and any(n <= i < n + announced for n in main)):
                 found[f"{path}.{i}"] = _modules(stack, i)
     return found
@@ -70,8 +70,8 @@ def _incomplete(facts: Facts, stored: dict[str, set[str]]) -> Iterator[tuple[str
     stacks = [s for p, s in facts.layers.items() if not DRAFT.search(p)]
     if not stored or not stacks:
         return
-    main = max(stacks, key=lambda s: len(s.members))
-    layers = [_modules(main, i) for i in main.members if f"{main.path}.{i}" not in stored]
+    main = max(stacks, key=lambda s: len(s.numbers))
+    layers = [_modules(main, i) for i in main.indices if f"{main.path}.{i}" not in stored]
     if not layers:
         return
     common, known = set.intersection(*layers), set.union(*layers)
@@ -96,7 +96,7 @@ def draft_left_out(case: Case) -> Iterator[Finding]:
     taken = {name for layer in draft.layers for name in layer.names} if draft else set()
     left = [
         n.name
-        for n in case.plan.names
+        for n in case.plan.not_plain
         if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name) and n.name not in taken
     ]
     if left:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.facts import EXPERT_KEYS, LAYER_KEYS, Facts, Stack
+from ckaudit.checks.facts import EXPERT_KEYS, LAYER_KEYS, Facts, Stack, shape
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
@@ -33,13 +33,13 @@ def layer_holes(facts: Facts) -> Iterator[Finding]:
     """A stack of layers whose numbers have a hole: whatever the config says, a layer was lost."""
     for path, stack in facts.layers.items():
         holes = stack.holes
-        if not holes or len(holes) >= len(stack.members) or _regular(stack):
+        if not holes or len(holes) >= len(stack.numbers) or _regular(stack):
             continue
         yield on_files(
             facts, LAYER_GAP,
             f"`{printable(path)}` has layers {numbers(stack.indices)}; layers {numbers(holes)} are not in the checkpoint.",
             [f"{path}.{i}" for i in holes], mend="Take the layers from the source of this checkpoint: a part of it was lost.",
-            wanted=f"{path}.{{{numbers(range(max(stack.members) + 1))}}}", found=f"{path}.{{{numbers(stack.indices)}}}",
+            wanted=f"{path}.{{{numbers(range(max(stack.numbers) + 1))}}}", found=f"{path}.{{{numbers(stack.indices)}}}",
         )  # fmt: skip
 
 
@@ -94,14 +94,14 @@ def _whole(some: Iterable[str], every: Iterable[str]) -> dict[str, tuple[dict[in
 
 def expert_holes(facts: Facts) -> Iterator[Finding]:
     """Experts that are missing, whole or in part, among numbered ones. Loaders that stack experts sort the numbers and never check them."""
-    for shape, stacks in facts.experts.items():
+    for place, stacks in facts.experts.items():
         whole: list[str] = []
         usual = Counter(tuple(s.indices) for s in stacks.values()).most_common(1)[0][0]
         full = set(range(max(max(usual) + 1, len(usual))))
         for path, stack in stacks.items():
-            if max(stack.members) < 100_000:
-                whole += [f"{path}.{i}" for i in sorted((full | set(range(max(stack.members)))) - stack.members.keys())]
-        parts = [name for stack in stacks.values() for name in _incomplete(stack)]
+            if max(stack.numbers) < 100_000:
+                whole += [f"{path}.{i}" for i in sorted((full | set(range(max(stack.numbers)))) - stack.numbers)]
+        parts = [] if stacks.uniform else [name for stack in stacks.values() for name in _incomplete(stack)]
         if whole or parts:
             told = " and ".join(
                 t
@@ -109,16 +109,16 @@ def expert_holes(facts: Facts) -> Iterator[Finding]:
                 if t
             )
             yield on_files(
-                facts, EXPERT_GAP, f"{told} not there in `{printable(shape)}`, whose stacks mostly hold experts {numbers(usual)}.",
+                facts, EXPERT_GAP, f"{told} not there in `{printable(place)}`, whose stacks mostly hold experts {numbers(usual)}.",
                 whole + parts,
                 mend="Take them from the source of this checkpoint; if experts were pruned, number the rest from 0 in every layer.",
                 wanted=numbers(sorted(full)), found=numbers(_odd(stacks, full)),
             )  # fmt: skip
 
 
-def _odd(stacks: dict[str, Stack], full: set[int]) -> list[int]:
+def _odd(stacks: Mapping[str, Stack], full: set[int]) -> list[int]:
     """The numbers of the first stack that is not full, or of any."""
-    return next((s.indices for s in stacks.values() if s.members.keys() != full), sorted(full))
+    return next((s.indices for s in stacks.values() if s.numbers != full), sorted(full))
 
 
 def _incomplete(stack: Stack) -> Iterator[str]:
@@ -203,7 +203,7 @@ def experts_twice(facts: Facts) -> Iterator[Finding]:
                         fused[owner].append(name)
     both: list[str] = []
     for path, names in fused.items():
-        members = facts.stacks[path].members
+        members = facts.experts[shape(path)][path].members
         single = {m for rests in members.values() for r in rests for m in _PROJECTION.findall(r.replace("_", " "))}
         both += [n for n in names if single & set(_PROJECTION.findall(n[len(path) :].replace("_", " ")))]
     if both:

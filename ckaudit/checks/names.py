@@ -190,6 +190,8 @@ def _fits(case: Case, name: str, parameter: str) -> bool:
 def unmatched(case: Case) -> Iterator[Finding]:
     """Tensors that no parameter of the engine's model is called like."""
     names = [n for n, f in case.strays.items() if f.fate == "unmatched"]
+    if not names:
+        return
     finder = Nearest(p.name for p in case.plan.parameters)
     built = {p.name.rpartition(".")[0] for p in case.plan.parameters} if names else set()
     for stack, group in by_stack(names).items():

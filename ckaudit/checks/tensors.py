@@ -116,7 +116,7 @@ def read_in_part(case: Case) -> Iterator[Finding]:
     told = {n for m in case.plan.mismatches for n in m.names} | {n for f in case.on_files for n in f.names}
     told |= {n for c in case.plan.collisions for n in (c.kept, *c.lost)}
     part = {
-        n.name: n.read for n in case.plan.names
+        n.name: n.read for n in case.plan.not_plain
         if n.fate == "loaded" and n.read is not None and n.read < 1 and n.by_design is None and n.name not in told
     }  # fmt: skip
     for stack, names in by_stack(part).items():
@@ -136,9 +136,9 @@ def saved_dtype(facts: Facts) -> Iterator[Finding]:
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     wanted = names.get(str(declared).removeprefix("torch."))
     sizes: Counter[str] = Counter()
-    for tensor in facts.checkpoint.tensors.values():
-        if tensor.dtype in FLOATS:
-            sizes[tensor.dtype] += tensor.nbytes or 0
+    for (dtype, _, nbytes), count in facts.checkpoint.kinds.items():
+        if dtype in FLOATS:
+            sizes[dtype] += count * (nbytes or 0)
     if wanted is None or not sizes:
         return
     found, size = sizes.most_common(1)[0]
@@ -167,6 +167,7 @@ def square_experts(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_QKV = re.compile(r"(qkv_proj|query_key_value)\.weight$")
 _MEGATRON_QKV = re.compile(r"(^|\.)decoder\.layers\.#\.self_attention\.linear_qkv\.weight$")
 _MEGATRON = re.compile(r"(^|\.)decoder\.layers\.#\.(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight$")
 
@@ -176,12 +177,8 @@ def fused_rows(facts: Facts) -> Iterator[Finding]:
     block = _block(facts)
     hinted = "attention_projection_layout" in facts.config
     plain, interleaved = [], []
-    for tensor in facts.checkpoint.tensors.values():
-        if (
-            not tensor.name.endswith(("qkv_proj.weight", "query_key_value.weight"))
-            or tensor.shape is None
-            or len(tensor.shape) != 2
-        ):
+    for tensor in map(facts.checkpoint.tensors.__getitem__, facts.matching(_QKV)):
+        if tensor.shape is None or len(tensor.shape) != 2:
             continue
         scale = facts.checkpoint.tensors.get(f"{tensor.name}_scale_inv")
         if block and scale is not None and scale.shape is not None and len(scale.shape) == 2:

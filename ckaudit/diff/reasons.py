@@ -155,7 +155,7 @@ def _experts(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Re
         lost: list[str] = []
         text = ""
         for path, stack in stacks.items():
-            other = there.experts.get(shape, {}).get(path)
+            other = there.experts[shape].get(path) if shape in there.experts else None
             if other is None or stack.holes or other.holes or len(other.members) >= len(stack.members):
                 continue
             changed = _changed(here, there, EXPERT_KEYS, len(stack.members), len(other.members))

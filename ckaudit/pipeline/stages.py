@@ -23,23 +23,35 @@ SIDE_BY_SIDE = 4
 
 def describe(checkpoint: Checkpoint) -> Target:
     """The checkpoint in numbers. A sum that a missing header would falsify is None."""
-    tensors = checkpoint.tensors.values()
+    kinds = checkpoint.kinds
+    dtypes: Counter[str] = Counter()
+    for (dtype, _, _), count in kinds.items():
+        if dtype is not None:
+            dtypes[dtype] += count
     config = checkpoint.config or {}
     architectures, model_type = config.get("architectures"), config.get("model_type")
-    sizes = [t.nbytes for t in tensors if t.nbytes is not None]
-    elements = [prod(t.shape) for t in tensors if t.shape is not None]
     return Target(
         name=checkpoint.name,
         revision=checkpoint.revision,
         source=checkpoint.kind,
         architectures=tuple(a for a in architectures if isinstance(a, str)) if isinstance(architectures, list) else (),
         model_type=model_type if isinstance(model_type, str) else None,
-        tensors=len(tensors),
-        parameters=sum(elements) if len(elements) == len(tensors) else None,
-        bytes=sum(sizes) if len(sizes) == len(tensors) else None,
+        tensors=len(checkpoint.tensors),
+        parameters=_sum((None if shape is None else prod(shape), n) for (_, shape, _), n in kinds.items()),
+        bytes=_sum((nbytes, n) for (_, _, nbytes), n in kinds.items()),
         shards=len(checkpoint.shards),
-        dtypes=dict(sorted(Counter(t.dtype for t in tensors if t.dtype is not None).items())),
+        dtypes=dict(sorted(dtypes.items())),
     )
+
+
+def _sum(amounts: Iterable[tuple[int | None, int]]) -> int | None:
+    """Amount times count of each, together; None where one is not known."""
+    total = 0
+    for amount, count in amounts:
+        if amount is None:
+            return None
+        total += amount * count
+    return total
 
 
 def refused(plans: tuple[Plan, ...], findings: Iterable[Finding], checkpoint: Checkpoint) -> tuple[Plan, ...]:
