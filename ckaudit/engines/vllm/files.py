@@ -88,10 +88,10 @@ class Shards:
         del framework, device
         path = Path(filename).resolve()
         shard = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(filename)
-        if shard not in self._held:
+        if shard not in self._held and not (path.is_relative_to(self._folder) and path.is_file()):
             raise FileNotFoundError(f"No such file or directory: {filename}")
         self.opened[shard] = None
-        return _Shard(self._held[shard], self._give)
+        return _Shard(self._held.get(shard, {}), self._give)  # of a shard that is there all tensors may have been set aside
 
 
 class _Shard:

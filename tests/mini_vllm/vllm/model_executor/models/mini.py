@@ -191,3 +191,40 @@ class ForgetfulForCausalLM(ExpertsForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.mine = range(len(self.mine))
+
+
+class CollectsForCausalLM(MiniForCausalLM):
+    """Takes all weights before it looks at any, and does not say which one it does not like."""
+
+    def load_weights(self, weights):
+        held = dict(weights)
+        self.check([(w.dim(), n) for n, w in held.items()])
+        return super().load_weights(iter(held.items()))
+
+    def check(self, kinds):
+        if any(dims > 2 for dims, _ in kinds):
+            raise ValueError("there is a tensor of more than two dimensions")
+
+
+class LateForCausalLM(MiniForCausalLM):
+    """Complains of a tensor only when the next one is in its hands."""
+
+    def load_weights(self, weights):
+        def late():
+            odd = False
+            for name, weight in weights:
+                if odd:
+                    raise ValueError("a scalar is not expected")
+                odd = weight.dim() == 0
+                if not odd:
+                    yield name, weight
+
+        return super().load_weights(late())
+
+
+class AlwaysForCausalLM(MiniForCausalLM):
+    """Raises whatever it is given."""
+
+    def load_weights(self, weights):
+        count = len(list(weights))
+        raise ValueError("no" if count >= 0 else "yes")
