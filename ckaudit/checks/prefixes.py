@@ -52,10 +52,12 @@ def _alike(case: Case, found: Inferred, seen: dict[str, list[str]]) -> bool:
 
 
 def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding:
-    names = [n for stray in found.pairs for n in seen[stray]]
     stray, right = next(iter(found.pairs.items()))
     first = seen[stray][0]
     wanted = {case.parts.get(right, right) for right in found.pairs.values()}
+    beside, joined = _joined(case, found, seen)
+    names = [*(n for stray in found.pairs for n in seen[stray]), *beside]
+    wanted |= joined
     lacking = sum(p in case.gaps for p in wanted)
     elsewhere = case.loads_elsewhere(names)
     finding = case.finding(
@@ -67,6 +69,31 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
     )  # fmt: skip
     case.take(names, wanted)
     return finding
+
+
+def _joined(case: Case, found: Inferred, seen: dict[str, list[str]]) -> tuple[list[str], set[str]]:
+    """Tensors under the same prefix whose modules the engine joins (q, k and v, experts), so that no parameter has their names: told by
+    what stands in the same place of the model and was not written. With these parameters."""
+    if found.rename.kind != "root":
+        return [], set()
+    paired = set(found.pairs.values())
+    places: dict[str, set[str]] = defaultdict(set)
+    for name, parameter in case.gaps.items():
+        if parameter.coverage == "none" and name not in paired:
+            places[_place(name)].add(name)
+    beside = {
+        s: held for s in seen
+        if s not in found.pairs and (new := found.rename.apply(s)) != s and (held := places.get(_place(new)))
+    }  # fmt: skip
+    return [n for s in beside for n in seen[s]], {p for held in beside.values() for p in held}
+
+
+def _place(name: str) -> str:
+    """The path that the module of a tensor stands in, without the number of an expert."""
+    segments = name.split(".")[:-2]
+    while segments and segments[-1].isdecimal():
+        segments.pop()
+    return ".".join(segments)
 
 
 def _mend(case: Case, found: Inferred, plain: bool, count: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from ckaudit.engines.vllm.coverage import ParameterCoverage
 from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story, family
 from ckaudit.engines.vllm.files import SAFETENSORS
-from ckaudit.engines.vllm.words import message
-from ckaudit.naming import numbered_as
+from ckaudit.engines.vllm.words import looked_up, message
 from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
+from ckaudit.naming import numbered_as
 
 DRAFT = "draft model: "
 
@@ -108,12 +107,7 @@ def _looked_up(fault: Fault, name: str) -> str | None:
         return fault.raised.parameter
     if name not in fault.names:
         return None
-    error, at = fault.raised.error, fault.raised.at
-    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-        text = error.args[0]
-    else:
-        quoted = re.search(r"named '([^']+)'|weight '([^']+)'", str(error))
-        text = next((g for g in quoted.groups() if g), "") if quoted else ""
+    text, at = looked_up(fault.raised.error), fault.raised.at
     if not text or name.startswith(f"{text}."):
         return None
     return f"{at}.{text}" if at and not text.startswith(f"{at}.") else text
