@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ from ckaudit.header import DTYPE_BITS, Defect, Header
 from ckaudit.index import Index as Index
 from ckaudit.naming import Alike, alike
 from ckaudit.progress import NullProgress, Progress
-from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
+from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, SpanQueue, Unreadable
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -199,7 +199,7 @@ class _Reading:
         self.layout = Layout(None, ())
         self.done: dict[str, Header | Unreadable] = {}
         self.begun: dict[str, bytes] = {}
-        self.queue = _Queue(Span(folder + path, 0, limit) for path, limit in self.limits.items())
+        self.queue = SpanQueue(Span(folder + path, 0, limit) for path, limit in self.limits.items())
         self.waiting = set(self.limits)
         self.heads = candidates(files)
         early = guess_from_index(files, self.heads) if len(self.heads) > 2 * jobs else {}
@@ -259,18 +259,6 @@ class _Reading:
         for path in (*self.layout.shards, *self.layout.strays):
             if path in self.files and path not in self.asked:
                 self.queue.append(Span(self.folder + path, 0, guesses.get(path, UNKNOWN_GUESS)))
-
-
-class _Queue(deque[Span]):
-    """Spans to read that grow while they are read. Unlike a generator's, its end is not for ever."""
-
-    def __iter__(self) -> Iterator[Span]:
-        return self
-
-    def __next__(self) -> Span:
-        if not self:
-            raise StopIteration
-        return self.popleft()
 
 
 def _shard(path: str, info: FileInfo | None, found: Header | Unreadable | None) -> Shard:

@@ -60,6 +60,10 @@ def names(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Ignore rules. [default: ckaudit.toml, where there is one]")
     ] = None,
+    verify_hash: Annotated[
+        bool,
+        typer.Option("--verify-hash", help="Read every byte of the weights and compare their SHA-256 with the Hub's."),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only the verdicts and the summary; no progress.")
     ] = False,
@@ -118,6 +122,7 @@ def names(
             fail_on=fail_on.value,
             allow_not_judged=allow_not_judged,
             suppressions=suppressions,
+            verify_hash=verify_hash,
             progress=progress,
         )
     if file is not None:

@@ -14,7 +14,7 @@ from ckaudit.errors import UsageError
 from ckaudit.findings import FailOn, Finding, Report, Skip, ordered
 from ckaudit.pipeline.stages import describe, refused, side_by_side
 from ckaudit.progress import NullProgress, Progress
-from ckaudit.source import open_source
+from ckaudit.source import Source, open_source
 from ckaudit.suppressions import Suppressions
 from ckaudit.suppressions import apply as suppress
 
@@ -36,6 +36,7 @@ def audit(
     fail_on: FailOn = "error",
     allow_not_judged: bool = False,
     suppressions: Suppressions | None = None,
+    verify_hash: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """What each engine would do with the checkpoint `target`, told from its headers alone; no tensor data is downloaded.
@@ -46,7 +47,7 @@ def audit(
     the engines judge that, and the report tells where the adapter's modules bind in it. `jobs` headers are read at once; `budget` is
     in seconds for one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names.
     Nothing from the target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are findings to live
-    with: they stay in the report, apart.
+    with: they stay in the report, apart. `verify_hash` reads every byte of the weights and compares their SHA-256 with the Hub's.
 
     Bad input (a broken header, a lying index) is in the report as findings. Raises a `CkauditError` for what stops an audit:
     SourceError for a target that cannot be read, EngineError for an engine that does not exist, RuleError for a bad rule book.
@@ -68,9 +69,12 @@ def audit(
     )
     source = open_source(target, jobs=jobs, offline=offline, progress=progress)
     checkpoint = read_checkpoint(source, progress=progress, code=trust_remote_code, jobs=jobs)
+    bytes_found, bytes_skipped = _verified(source, checkpoint, progress) if verify_hash else ((), ())
     adapter = recognise(checkpoint)
     if adapter is not None:
         report = _audit_adapter(adapter, base, asked, options, jobs, progress)
+        every = ordered((*bytes_found, *report.findings), [p.id for p in report.plans])
+        report = replace(report, findings=every, skips=(*report.skips, *bytes_skipped))
         found = _suppressed(report.findings, suppressions, checkpoint, report.sizes, progress)
         return replace(report, findings=found, fail_on=fail_on, allow_not_judged=allow_not_judged)
     if base is not None:
@@ -79,6 +83,7 @@ def audit(
     plans = side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
     findings, skips = checks.run(checkpoint, plans, tp)
     plans = refused(plans, findings, checkpoint)
+    findings = (*bytes_found, *findings)
     sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
     if suppressions is not None:
         findings = _suppressed(findings, suppressions, checkpoint, sizes, progress)
@@ -88,11 +93,28 @@ def audit(
         requested=frozenset(e.id for e in asked or ()),
         sizes=sizes,
         findings=ordered(findings, [p.id for p in plans]),
-        skips=(*skipped, *skips, *checks.headers_alone(checkpoint)),
+        skips=(*skipped, *skips, *bytes_skipped, *checks.headers_alone(checkpoint)),
         quantisation=schemes.table(checkpoint, plans),
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
     )
+
+
+def _verified(
+    source: Source, checkpoint: Checkpoint, progress: Progress
+) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
+    """The weights against the hashes that the Hub has of them. Raises UsageError where none is known."""
+    from ckaudit.checks.container import hashes
+    from ckaudit.source.hashes import sha256
+
+    wanted = hashes.known(checkpoint)
+    if not wanted:
+        raise UsageError(
+            f"Nothing says which SHA-256 the weights of {checkpoint.name} should have, so there is nothing to verify.",
+            "Give a Hub repo, a snapshot of the Hub's cache, or a folder that `hf download --local-dir` made.",
+        )
+    found = sha256(source, wanted, progress)
+    return hashes.run(checkpoint, found), tuple(hashes.skips(checkpoint, found))
 
 
 def _audit_adapter(

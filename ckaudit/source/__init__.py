@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +29,18 @@ class Span(msgspec.Struct, frozen=True):
     path: str
     start: int
     stop: int
+
+
+class SpanQueue(deque[Span]):
+    """Spans to read that grow while they are read. Unlike a generator's, its end is not for ever."""
+
+    def __iter__(self) -> Iterator[Span]:
+        return self
+
+    def __next__(self) -> Span:
+        if not self:
+            raise StopIteration
+        return self.popleft()
 
 
 class Source(Protocol):

@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from ckaudit.errors import SourceError
 from ckaudit.naming import printable
@@ -46,6 +47,8 @@ class LocalSource:
         self._seen: dict[str, tuple[Path, os.stat_result]] = {}
         self._broken: dict[str, str] = {}
         self._files: dict[str, FileInfo] | None = None
+        self._notes: Path | Literal[False] | None = None
+        """Where the Hub's client keeps what it knows of files that it put here; False where it did not."""
 
     def files(self) -> dict[str, FileInfo]:
         """Every file by path, sorted; one that cannot be read has no size. Raises SourceError. The folder is walked once."""
@@ -117,6 +120,19 @@ class LocalSource:
                 self._broken[prefix] = _cause(error)
                 yield prefix, folder
 
+    def _downloaded(self, path: str) -> str | None:
+        """The sha256 that the Hub's client wrote down when it put a large file here (`hf download --local-dir`): commit, etag, time."""
+        if self._notes is None:
+            notes = self._root / ".cache" / "huggingface" / "download"
+            self._notes = notes if notes.is_dir() else False
+        if not self._notes:
+            return None
+        try:
+            lines = (self._notes / f"{path}.metadata").read_bytes()[:4096].decode("utf-8", "replace").split("\n")
+        except OSError:
+            return None
+        return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
+
     def _info(self, path: str, at: Path) -> FileInfo:
         """What is known of one entry; where it cannot be read, why, for later."""
         sha256 = None
@@ -127,6 +143,8 @@ class LocalSource:
                     self._broken[path] = "a link that leads out of the target, so it is not followed"
                 elif _SHA256.fullmatch(blob := Path(os.readlink(at)).name):
                     sha256 = blob  # the cache names the blob of a large file by its sha256
+            else:
+                sha256 = self._downloaded(path)
             seen = os.stat(at)
         except OSError as error:
             self._broken[path] = "a link to nothing" if at.is_symlink() and not at.exists() else _cause(error)

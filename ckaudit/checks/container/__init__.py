@@ -7,11 +7,13 @@ from contextlib import suppress
 from packaging.version import InvalidVersion, Version
 
 from ckaudit.checkpoint import Checkpoint
-from ckaudit.checks.container import files, folder, index, settings
+from ckaudit.checks.container import files, folder, hashes, index, settings
 from ckaudit.checks.container.whole import Whole
 from ckaudit.findings import Finding, Skip
 
-CHECKS = tuple(sorted((*files.CHECKS, *settings.CHECKS, *index.CHECKS, *folder.CHECKS), key=lambda check: check.id))
+CHECKS = tuple(
+    sorted((*files.CHECKS, *settings.CHECKS, *hashes.CHECKS, *index.CHECKS, *folder.CHECKS), key=lambda check: check.id)
+)
 
 UNREADABLE = frozenset(f"CK{n}" for n in (101, 102, 103, 104, 106, 107, 108, 109, 110, 111))
 """The checks whose defect the safetensors library (0.8.0) refuses, before any name is looked at."""
