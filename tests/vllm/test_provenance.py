@@ -279,9 +279,10 @@ def test_item_asks_for_the_real_bytes() -> None:
 
 def test_lists_and_truth_come_from_the_real_bytes() -> None:
     got = []
-    load = lambda m, a, b: got.extend([a[0, :2].tolist(), bool((a == a[0, 0]).all()), torch.equal(a, a)])  # noqa: E731
+    asked = lambda a: [torch.equal(a, a), torch.allclose(a, a), torch.allclose(a, a + 1)]  # noqa: E731
+    load = lambda m, a, b: got.extend([a[0, :2].tolist(), bool((a == a[0, 0]).all()), *asked(a)])  # noqa: E731
     observe(load, read=lambda name: struct.pack("<f", 2.5) * 32)
-    assert got == [[2.5, 2.5], True, True]
+    assert got == [[2.5, 2.5], True, True, True, False]
 
 
 def test_values_that_cannot_be_known_are_refused() -> None:

@@ -255,6 +255,12 @@ _BY_NAME: dict[str, Handler] = {
 _CHANCE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 
 
+def is_question(func: Any) -> bool:
+    """Whether an operation answers with a bool or a number instead of a tensor (`allclose`)."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.type.kind() in ("BoolType", "IntType", "FloatType", "NumberType") for r in returns)
+
+
 def handler(func: Any) -> Handler:
     """How one operation is observed. What is not in the table is taken by torch's own tags: views move nothing, pointwise operations go
     element by element, and anything else may depend on everything it was given."""

@@ -120,19 +120,24 @@ class Session:
 
 
 def _do_without_processors() -> None:
-    """Some configs ask the processor of a multimodal model which kinds of input it takes. Its files decide nothing about weights and are
-    not among those that are read, so where it cannot be made a stub stands in."""
-    with suppress(ImportError, AttributeError):
-        context: Any = importlib.import_module("vllm.multimodal.processing.context").InputProcessingContext
-        real = context.get_hf_processor
+    """Some configs and constructors ask the processor of a multimodal model for kinds of input or for means of pixels. Its files decide
+    nothing about weights and are not among those that are read, so where it cannot be made a stub stands in."""
 
-        def get_hf_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def or_stub(real: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
             try:
-                return real(self, *args, **kwargs)
+                return real(*args, **kwargs)
             except Exception:  # noqa: BLE001  (whatever it misses: a tokenizer, a file, a class)
                 return stubs.Stub()
 
-        context.get_hf_processor = get_hf_processor
+        return make
+
+    with suppress(ImportError):
+        module: Any = importlib.import_module("vllm.transformers_utils.processor")
+        for kind in ("processor", "feature_extractor", "image_processor", "video_processor"):
+            for name in (f"get_{kind}", f"cached_get_{kind}"):
+                if hasattr(module, name):
+                    setattr(module, name, or_stub(getattr(module, name)))
 
 
 def _stand_in_metadata() -> None:
