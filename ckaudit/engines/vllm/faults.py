@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
+from ckaudit.engines.vllm.words import looked_up
 from ckaudit.plan import Step
 
 MOST_ATTEMPTS = 40
@@ -112,9 +113,21 @@ def _next(
 
 
 def _guesses(raised: Raised, seen: Attempt, faults: Sequence[Fault]) -> Iterator[str]:
-    """Tensors that the loader may have raised at: those in its frames, innermost first, then the last one that was given out."""
+    """Tensors that the loader may have raised at: the one whose name it quotes (a loader that sorts names holds another one by then),
+    those in its frames, innermost first, then the last one that was given out."""
     gone = {name for fault in faults for name in (*fault.names, *fault.assumed)}
-    yield from dict.fromkeys(n for n in (*raised.names, *seen.yielded[-1:]) if n not in gone)
+    yield from dict.fromkeys(n for n in (*_quoted(raised, seen), *raised.names, *seen.yielded[-1:]) if n not in gone)
+
+
+def _quoted(raised: Raised, seen: Attempt) -> list[str]:
+    text = looked_up(raised.error)
+    if text is None:
+        return []
+    chains = seen.rules.chains
+    asked = {n: (chains[n][-1].after if chains.get(n) else None) or n for n in (*raised.names, *reversed(seen.yielded))}
+    whole = f"{raised.at}.{text}" if raised.at else text
+    exact = [n for n, name in asked.items() if name in (whole, text)]
+    return (exact or [n for n, name in asked.items() if name.endswith(f".{text}")])[:1]
 
 
 def _certain(raised: Raised, guess: str, seen: Attempt) -> bool:
@@ -161,8 +174,12 @@ def _aside(
 
 
 def _siblings(culprit: str, left: Sequence[TensorSpec], seen: Attempt, faults: Sequence[Fault]) -> list[str]:
-    """The culprit alone the first time; with its second sibling the family counts as a pattern, and all of it that was not loaded goes."""
-    kind = family(culprit)
+    """The culprit alone the first time; with its second sibling the family counts as a pattern, and all of it that was not loaded goes:
+    what has the same name but for the numbers, or what stands under the same module that the model has not."""
+    kind, module = family(culprit), looked_up(seen.raised.error) if seen.raised is not None else None
+    if module is not None and culprit.startswith(f"{module}."):
+        again = any(looked_up(f.raised.error) == module for f in faults)
+        return [t.name for t in left if t.name.startswith(f"{module}.")] if again else [culprit]
     if not any(family(f.names[0]) == kind for f in faults if f.names):
         return [culprit]
     loaded = {name for name, c in seen.result.tensors.items() if c.read}

@@ -14,8 +14,8 @@ from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story, family
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.words import looked_up, message
-from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 from ckaudit.naming import numbered_as
+from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
 
 DRAFT = "draft model: "
 
