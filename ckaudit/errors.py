@@ -16,7 +16,10 @@ class CkauditError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} {self.hint}".strip()
+        if not self.hint:
+            return self.message
+        stop = "" if self.message.endswith((".", "!", "?", ":")) else "."  # a library's words may end without one
+        return f"{self.message}{stop} {self.hint}"
 
 
 class UsageError(CkauditError):
