@@ -57,6 +57,12 @@ def drop(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {n: t for n, t in tensors.items() if part not in n}
 
 
+def eight_bits(tensors: Tensors) -> Tensors:
+    import torch
+
+    return {n: x.to(torch.float8_e4m3fn) if "_proj" in n else x for n, x in tensors.items()}
+
+
 def told(report: Report) -> list[tuple[str, str, str]]:
     return [(f.check, f.severity, f.blame) for f in report.findings if f.severity != "note"]
 
@@ -71,6 +77,16 @@ def test_a_whole_save_is_clean(model_type: str, saved: Callable[[str], Path], en
 
 CASES: list[tuple[str, str, Callable[[Tensors], Tensors], dict[str, Any], list[tuple[str, str, str]]]] = [
     ("compiled", "qwen3_moe", lambda t: {f"_orig_mod.{n}": x for n, x in t.items()}, {}, [("CK209", "error", "checkpoint")]),
+    ("compiled, and tied", "gemma3_text", lambda t: {n.replace("model.", "model._orig_mod.", 1): x for n, x in t.items()}, {},
+     [("CK209", "error", "checkpoint")]),
+    ("wrapped, with a decoder that is tied", "bert", lambda t: {f"model.{n}": x for n, x in t.items()}, {},
+     [("CK209", "error", "checkpoint")]),
+    ("experts in another module", "qwen3_moe", rename(".mlp.experts.", ".moe.experts."), {}, [("CK209", "error", "checkpoint")]),
+    ("more key heads in the config", "llama", lambda t: t, {"num_key_value_heads": 4}, [("CK401", "error", "config")]),
+    ("one rank's part of a matrix", "llama", lambda t: {n: x[:0] if "up_proj" in n else x for n, x in t.items()}, {},
+     [("CK301", "error", "checkpoint")]),
+    ("eight bits without a scheme", "llama", eight_bits, {},
+     [("CK302", "error", "checkpoint")]),
     ("doubled prefix", "llama", rename("model.", "model.model."), {}, [("CK213", "warning", "checkpoint")]),
     ("an expert under another number", "qwen3_moe", rename("layers.1.mlp.experts.3.", "layers.1.mlp.experts.7."), {},
      [("CK211", "error", "checkpoint")]),

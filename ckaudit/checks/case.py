@@ -80,7 +80,7 @@ class Case:
         one of them.
         """
         if self.plan.engine == "transformers":
-            return {}
+            return self._experts()
         rules = [(r.key, str(r.to)) for r in self.plan.rules if r.rule == "stacked" and r.to]
         known = {to for _, to in rules}
         rules += [(key, to) for to, keys in _PARTS.items() if to not in known for key in keys]
@@ -92,6 +92,23 @@ class Case:
                 if to in parameter.name and key not in written:
                     found[re.sub(rf"{re.escape(to)}(?=\.|$)", key, parameter.name)] = parameter.name
         return {part: name for part, name in found.items() if part != name}
+
+    def _experts(self) -> dict[str, str]:
+        """The single experts of parameters that transformers stacks them into, by the conversions that it has."""
+        found: dict[str, str] = {}
+        stacked = [
+            (k, r.to)
+            for r in self.plan.rules
+            if r.rule == "convert" and r.to
+            for k in r.key.split(" | ")
+            if k.count("*") == 1
+        ]
+        for name, parameter in self.gaps.items() if stacked else ():
+            for key, to in stacked:
+                if parameter.shape and name.endswith(f".{to}"):
+                    start, (before, after) = name.removesuffix(to), key.split("*")
+                    found |= {f"{start}{before}{i}{after}": name for i in range(parameter.shape[0])}
+        return found
 
     @property
     def in_error(self) -> bool:

@@ -68,7 +68,8 @@ def layers_lost(case: Case) -> Iterator[Finding]:
             key = next((k for k, v in case.facts.values(LAYER_KEYS).items() if v == size), None)
             says = f"; the config says {key}: {size}" if key else ""
             yield case.finding(
-                LAYER_GAP, f"No tensor fills layers {numbers(new)} of `{printable(path)}`; layers {numbers(kept)} are there{says}.",
+                LAYER_GAP, f"No tensor fills layer{'s' if len(new) > 1 else ''} {numbers(new)} of `{printable(path)}`; "
+                f"{numbers(kept)} {'are' if len(kept) > 1 else 'is'} there{says}.",
                 parameters=[p for i in new for p in lost[i]],
                 mend=f"{_SOURCE}, or set {key} to {len(kept)} if it was cut on purpose." if key else f"{_SOURCE}.",
                 wanted=f"layers {numbers(range(size))}", found=f"layers {numbers(kept)}",

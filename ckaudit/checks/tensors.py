@@ -31,10 +31,11 @@ def shapes(case: Case) -> Iterator[Finding]:
         names = [n for m in members for n in m.names]
         parameters = [m.parameter for m in members]
         key = None if _others_fit(case, names) else _key(case.facts, difference)
+        heads = _heads(case.facts, names, difference)
         first = members[0]
         lines = ", ".join(f"`{line}`" for line in fold(names or parameters)[:3])
-        if key is not None and isinstance(difference[0], tuple):
-            wanted, found = difference[0]
+        if heads is not None or (key is not None and isinstance(difference[0], tuple)):
+            key, wanted, found = heads or (key, *difference[0])
             yield case.finding(
                 CONTRADICTION,
                 f"The config says {key}: {wanted}, and {many(len(members), 'tensor')} have {found} there: {lines}.", names=names,
@@ -62,6 +63,8 @@ def _cure(case: Case, names: list[str], *, transposed: bool) -> str:
     elsewhere = case.loads_elsewhere(names) if names else None
     if elsewhere:
         return f"Use {elsewhere.id}, which loads them."
+    if any(0 in (t.shape or ()) for n in names if (t := case.facts.checkpoint.tensors.get(n)) is not None):
+        return "Gather the parameters before saving (ZeRO-3: stage3_gather_16bit_weights_on_model_save): one rank's part was saved."
     if transposed:
         return "Transpose the last two axes when saving, or use software that reads this layout."
     return "Take them from the source of this checkpoint, or mend the config."
@@ -89,11 +92,42 @@ def _key(facts: Facts, difference: tuple[object, ...]) -> str | None:
     """The one config entry that holds the wanted size where all that differs is one size."""
     if len(difference) != 1 or not isinstance(difference[0], tuple):
         return None
-    wanted = difference[0][0]
+    wanted, found = difference[0]
+    if not found:
+        return None
     keys = [k for k, v in facts.declared if v == wanted and not k.endswith("_id") and wanted > 3]
     named = [k for k in keys if re.search(r"(vocab|size|dim|num|n_|hidden|heads|experts)", k)]
     last = {k.rpartition(".")[2] for k in named}
     return named[0] if len(last) == 1 or (last and last <= set(EXPERT_KEYS)) else None
+
+
+_KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value|k_v|kv)(_proj)?\.(weight|bias)$")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+
+
+def _heads(facts: Facts, names: list[str], difference: tuple[object, ...]) -> tuple[str, int, int] | None:
+    """The config's number of key-value heads, and the stored one, where keys and values alone differ, by whole heads."""
+    if (
+        len(difference) != 1
+        or not isinstance(difference[0], tuple)
+        or not names
+        or not all(map(_KEYS_AND_VALUES.search, names))
+    ):
+        return None
+    wanted, found = difference[0]
+    for key, count in facts.values(_KV_HEADS).items():
+        width = wanted // count if count and wanted % count == 0 else 0
+        if width and found and found % width == 0:
+            return key, count, found // width
+    return None
+
+
+def _read_elsewhere(case: Case, names: list[str]) -> bool:
+    """Whether another engine loads these without a cast."""
+    wanted = set(names)
+    cast = ({n for m in o.mismatches if m.kind == "dtype" for n in m.names} for o in case.others)
+    loaded = ({n.name for n in o.names if n.fate == "loaded"} for o in case.others)
+    return any(wanted <= has and not wanted & bad for has, bad in zip(loaded, cast, strict=True))
 
 
 def casts(case: Case) -> Iterator[Finding]:
@@ -107,6 +141,7 @@ def casts(case: Case) -> Iterator[Finding]:
         yield case.finding(
             DTYPE, f"{many(len(names), 'tensor')} stored as {found} and loaded as {wanted}: values are cast, not dequantised.",
             names=names, mend="Declare the quantisation in config.json, or store a floating dtype.", wanted=wanted, found=found,
+            blame=None if _read_elsewhere(case, names) else "checkpoint",
         )  # fmt: skip
         case.take(names, [m.parameter for m in group])
 

@@ -65,6 +65,29 @@ def ties(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+_FOLLOWS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|predictions\.decoder|decoder)\.(weight|bias)$")
+
+
+def followers(case: Case) -> Iterator[Finding]:
+    """Takes heads that are tied to an embedding of which is told why nothing was written into it: they stay as they are with it."""
+    explained = [
+        p
+        for p in case.plan.parameters
+        if p.coverage == "none" and p.by_design is None and p.name not in case.gaps and p.shape
+    ]
+    rows = {p.shape[0] for p in explained if p.shape and re.search(r"embed|wte|shared", p.name)}
+    if rows and not case.facts.matching(_FOLLOWS) and False not in flags(case.facts).values():
+        case.take(
+            (),
+            [
+                g
+                for g, p in case.gaps.items()
+                if p.coverage == "none" and _FOLLOWS.search(g) and p.shape and p.shape[0] in rows
+            ],
+        )
+    return iter(())
+
+
 def head_lost(case: Case) -> Iterator[Finding]:
     """No head is stored, and the model's own is not tied: it stays random. Or a stored one is dropped because the engine ties it."""
     missing = [g for g in case.gaps if _HEAD.search(g) and case.gaps[g].coverage == "none"]
