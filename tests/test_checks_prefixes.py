@@ -180,5 +180,28 @@ class TestFusedParameters:
     def test_a_prefix_before_every_name_is_one_finding(self) -> None:
         assert self.by_book("llama-compiled-prefix") == [("CK209", "error", 21, "model.embed_tokens.weight")]
 
+    @staticmethod
+    def fused(*more: str) -> list[str]:
+        """The parameters of an engine that joins q, k and v, and gate and up."""
+        joined = {re.sub(r"[qkv]_proj", "qkv_proj", re.sub(r"(gate|up)_proj", "gate_up_proj", n)) for n in LLAMA}
+        return [*sorted(joined), *more]
+
+    def test_parts_go_with_the_prefix_where_no_rule_was_reached(self) -> None:
+        # the loader stops at `wrapper.`, so nothing shows where q, k and v would have gone but the place that is empty
+        source = checkpoint([f"wrapper.{n}" for n in LLAMA])
+        finding = only(source, plan(source, self.fused()))
+        assert (finding.check, finding.count) == ("CK209", len(LLAMA))
+
+    def test_what_is_missing_elsewhere_is_told_beside_the_prefix(self) -> None:
+        source = checkpoint([f"wrapper.{n}" for n in LLAMA])
+        found = findings(source, plan(source, self.fused("score.weight")))
+        assert [(f.check, f.names) for f in found if f.check != "CK209"] == [("CK204", ("score.weight",))]
+
+    def test_strangers_under_a_prefix_that_the_model_has(self) -> None:
+        # `model.` is no wrapper: what stands under it and pairs with nothing is told by itself
+        source = checkpoint([n.replace("model.", "model.text.") for n in LLAMA] + ["model.text.extra.a.weight"])
+        found = findings(source, plan(source, LLAMA))
+        assert [(f.check, f.names) for f in found if f.check != "CK209"] == [("CK203", ("model.text.extra.a.weight",))]
+
     def test_a_part_that_is_not_there_stays_missing(self) -> None:
         assert [f[:3] for f in self.by_book("llama-missing-tensor")] == [("CK205", "error", 1)]

@@ -72,20 +72,21 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
 
 
 def _joined(case: Case, found: Inferred, seen: dict[str, list[str]]) -> tuple[list[str], set[str]]:
-    """Tensors under the same prefix whose modules the engine joins (q, k and v, experts), so that no parameter has their names: told by
-    what stands in the same place of the model and was not written. With these parameters."""
+    """Tensors under the same prefix that have no parameter's name without it either, since the engine has its own names for them (q, k
+    and v joined, experts stacked): those in whose place of the model something is unwritten, and all of them where nothing in the model
+    has that prefix. With what is unwritten there."""
     if found.rename.kind != "root":
         return [], set()
     paired = set(found.pairs.values())
-    places: dict[str, set[str]] = defaultdict(set)
-    for name, parameter in case.gaps.items():
-        if parameter.coverage == "none" and name not in paired:
-            places[_place(name)].add(name)
-    beside = {
-        s: held for s in seen
-        if s not in found.pairs and (new := found.rename.apply(s)) != s and (held := places.get(_place(new)))
-    }  # fmt: skip
-    return [n for s in beside for n in seen[s]], {p for held in beside.values() for p in held}
+    unwritten = [n for n, p in case.gaps.items() if p.coverage == "none" and n not in paired]
+    moved = {s: new for s in seen if s not in found.pairs and (new := found.rename.apply(s)) != s}
+    prefix = ".".join((*found.rename.old, ""))
+    foreign = 4 * len(found.pairs) >= len(moved) and not any(p.name.startswith(prefix) for p in case.plan.parameters)
+    place = _part if foreign else _place
+    places = {place(n) for n in unwritten}
+    beside = [s for s, new in moved.items() if foreign or place(new) in places]
+    taken = {place(moved[s]) for s in beside}
+    return [n for s in beside for n in seen[s]], {n for n in unwritten if place(n) in taken}
 
 
 def _place(name: str) -> str:
@@ -94,6 +95,13 @@ def _place(name: str) -> str:
     while segments and segments[-1].isdecimal():
         segments.pop()
     return ".".join(segments)
+
+
+def _part(name: str) -> str:
+    """The layer that a tensor is in (`model.layers.3`), else the first segment."""
+    segments = name.split(".")
+    number = next((i for i, s in enumerate(segments) if s.isdecimal()), 0)
+    return ".".join(segments[: number + 1])
 
 
 def _mend(case: Case, found: Inferred, plain: bool, count: int) -> str:
