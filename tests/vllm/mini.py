@@ -30,9 +30,9 @@ def good(layers: int = 2) -> Shapes:
     return out
 
 
-def replay(host: WorkerHost, shapes: Shapes, architecture: str = "Mini", dtype: str = "BF16", layers: int = 2,
+def replay(host: WorkerHost, shapes: Shapes, architecture: str = "Mini", dtype: str | None = "BF16", layers: int = 2,
            read: Callable[[str], bytes] | None = None, shards: dict[str, str] | None = None, more: dict[str, object] | None = None,
-           **options: object) -> Plan:  # fmt: skip
+           index_only: bool = False, **options: object) -> Plan:  # fmt: skip
     config = {"architectures": [f"{architecture}ForCausalLM"], "layers": layers, "heads": 4, **(more or {})}
     tensors = tuple(
         TensorSpec(name, (shards or {}).get(name, "model.safetensors"), dtype, shape, 0)
@@ -40,7 +40,7 @@ def replay(host: WorkerHost, shapes: Shapes, architecture: str = "Mini", dtype: 
     )
     job = Job(
         engine="vllm", release="1.0", options=EngineOptions(**options), name="x",  # type: ignore[arg-type]
-        texts={"config.json": json.dumps(config).encode()}, tensors=tensors,
+        texts={"config.json": json.dumps(config).encode()}, tensors=tensors, index_only=index_only,
     )  # fmt: skip
 
     def refuse(name: str) -> bytes:

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.vllm.mini import ENV, fates, good, replay
-
 from ckaudit.engines.host import WorkerHost
+from tests.vllm.mini import ENV, fates, good, replay
 
 
 @pytest.fixture(scope="module")

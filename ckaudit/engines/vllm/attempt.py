@@ -82,7 +82,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
         with _reading(shards), _claiming(model, claims), rules.active():
             _load(config, model, observer, model_config)
     except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
-        raised = _raised(error, observer, paths, started=bool(order), finished=bool(claims))
+        raised = ending(error, observer, paths, started=bool(order), finished=bool(claims))
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
     return Attempt(type(model).__name__, raised, observer.result(parameters, beside(model)), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
@@ -95,7 +95,7 @@ def build(config: Any, observer: Provenance, model_config: Any) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     own = {} if model_config is config.model_config else {"model_config": model_config}
-    with _default_dtype(model_config.dtype), stubs.building(), observer, platform.on_meta():
+    with default_dtype(model_config.dtype), stubs.building(), observer, platform.on_meta():
         model = initialize_model(config, **own)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "meta":
@@ -145,12 +145,13 @@ def _load(config: Any, model: Any, observer: Provenance, model_config: Any) -> N
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(config.load_config)
-    with _default_dtype(model_config.dtype), torch.no_grad(), observer:
+    with default_dtype(model_config.dtype), torch.no_grad(), observer:
         loader.load_weights(model, model_config)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype inside this context, as a release sets it."""
     old = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -195,9 +196,10 @@ def _mapper_class() -> Any:
     return WeightsMapper
 
 
-def _raised(
+def ending(
     error: BaseException, observer: Provenance, paths: Mapping[int, str], *, started: bool, finished: bool
 ) -> Raised:
+    """How a load ended, told from the frames of its exception. `paths`: a module's path by its id."""
     names: dict[str, None] = {}
     parameter = None
     place: torch.Tensor | None = None

@@ -51,30 +51,41 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
     from ckaudit.engines.vllm.attempt import Attempt, attempt
     from ckaudit.engines.vllm.draft import Drafting
     from ckaudit.engines.vllm.files import write_folder
+    from ckaudit.engines.vllm.probing import Shapes
 
-    write_folder(job.texts, job.tensors, folder, code=job.options.trust_remote_code)
     raw = json.loads(job.texts["config.json"])
+    shapes = Shapes(job.tensors, raw)
+    write_folder(job.texts, shapes.blank(job.tensors), folder, code=job.options.trust_remote_code)
 
     def load(tensors: Sequence[TensorSpec], layout: Layout = PLAIN, rank: int = 0) -> Attempt:
         gc.collect()  # what the last load left; what was there before any is frozen
         config = engine.config(folder, job.options, layout)
         engine.join(config, layout, rank)
         with engine.within(config):
-            return attempt(config, tensors, folder, read)
+            return attempt(config, shapes.dress(tensors), folder, read)
+
+    def told(tensors: Sequence[TensorSpec]) -> Attempt:
+        return shapes.load(tensors, load) if shapes else load(tensors)
 
     try:
-        story = faults.tell(load, job.tensors, deadline)
+        if shapes:
+            config = engine.config(folder, job.options)
+            engine.join(config)
+            with engine.within(config):
+                shapes.probe(config)
+        story = faults.tell(told, job.tensors, deadline)
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
         return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {message(error)}")
     plan = planning.fill(plan, story, job.tensors, raw)
-    if any(n.fate != "loaded" for n in plan.names):  # what the main model leaves may be a draft model's
+    if not shapes and any(n.fate != "loaded" for n in plan.names):  # what the main model leaves may be a draft model's
         loaded = [n.name for n in plan.names if n.fate == "loaded"]
         plan = planning.with_draft(
             plan, Drafting(engine, folder, job.options, read).tell(job.tensors, loaded, deadline)
         )
     alone = parallel.Alone(story.last, raw)
     rows = tuple(parallel.row(x, load, job.tensors, alone, deadline) for x in parallel.layouts(job.options))
-    return msgspec.structs.replace(plan, environment=engine.environment(), tp=rows)
+    plan = msgspec.structs.replace(plan, environment=engine.environment(), tp=rows)
+    return shapes.told(plan) if shapes else plan
 
 
 def _unusable(job: Job) -> str | None:
@@ -87,8 +98,6 @@ def _unusable(job: Job) -> str | None:
         return f"config.json is not JSON ({error})"
     if not isinstance(raw, dict):
         return "config.json is not an object"
-    if job.index_only or any(t.shape is None for t in job.tensors):
-        return "no shard header could be read: shapes are not known"
     if not job.tensors:
         return "there are no tensors"
     return None

@@ -228,3 +228,42 @@ class AlwaysForCausalLM(MiniForCausalLM):
     def load_weights(self, weights):
         count = len(list(weights))
         raise ValueError("no" if count >= 0 else "yes")
+
+
+class PaddedForCausalLM(MiniForCausalLM):
+    """Its embedding has more rows than the vocabulary, as a release pads it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed.weight.weight_loader = self.load_rows
+
+    def load_rows(self, param, loaded_weight):
+        assert loaded_weight.shape[0] == self.config.vocab_size
+        param[: self.config.vocab_size].data.copy_(loaded_weight)
+        param[self.config.vocab_size :].data.fill_(0)
+
+    def load_weights(self, weights):
+        def rest():
+            for name, weight in weights:
+                if name == "model.embed.weight":
+                    self.load_rows(self.embed.weight, weight)
+                else:
+                    yield name, weight
+
+        return super().load_weights(rest()) | {"embed.weight"}
+
+
+class FussyForCausalLM(PaddedForCausalLM):
+    """Wants a number of rows that stands nowhere."""
+
+    def load_rows(self, param, loaded_weight):
+        assert loaded_weight.shape[0] == 11
+        param[:11].data.copy_(loaded_weight)
+
+
+class TaperedForCausalLM(MiniForCausalLM):
+    """Its second layer has half the outputs of the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers[1].o_proj = Linear(HIDDEN // 2, HIDDEN)
