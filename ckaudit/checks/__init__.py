@@ -31,6 +31,7 @@ from ckaudit.checks import (
     quantisation,
     rewrites,
     rules,
+    sizes,
     tensors,
     ties,
     values,
@@ -46,7 +47,7 @@ CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
             *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *drafts.CHECKS, *ties.CHECKS,
-            *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
+            *sizes.CHECKS, *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
             *differences.CHECKS, *adapters.CHECKS,
         ),
@@ -75,7 +76,7 @@ EXPLAIN: tuple[Explain, ...] = (
     companions.companions_here,
     # one cause for many names
     companions.mlx_only, companions.unquantised_modules, classes.wrong_class, prefixes.wrong_prefix, ties.followers,
-    coverage.quantised_here, tensors.shapes, tensors.casts,
+    coverage.quantised_here, sizes.shapes, tensors.casts,
     companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
     classes.whole_parts, ties.head_lost,
     # one finding for what is left, kind by kind
@@ -86,7 +87,7 @@ EXPLAIN: tuple[Explain, ...] = (
 )  # fmt: skip
 """From the particular to the general."""
 
-UNJUDGED = {"shapes": tensors.SHAPE, "dtypes": tensors.DTYPE, "tied": ties.TIES}
+UNJUDGED = {"shapes": sizes.SHAPE, "dtypes": tensors.DTYPE, "tied": ties.TIES}
 """Which check an engine's own `Unjudged.topic` belongs to."""
 
 _NEEDS_ENGINE = ("CK203", "CK204", "CK301")

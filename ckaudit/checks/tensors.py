@@ -1,4 +1,4 @@
-"""CK301, CK302, CK303, CK306: shapes, dtypes, and what of a tensor is used."""
+"""CK302, CK303, CK306: dtypes, what of a tensor is used, and layouts that headers cannot tell."""
 
 from __future__ import annotations
 
@@ -7,119 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, on_files, under
-from ckaudit.checks.config import CONTRADICTION
-from ckaudit.checks.facts import EXPERT_KEYS, Facts, shape
+from ckaudit.checks.facts import Facts
+from ckaudit.checks.sizes import SHAPE
 from ckaudit.findings import Check, Finding
 from ckaudit.header import DTYPE_BITS
-from ckaudit.naming import fold
 from ckaudit.plan import Mismatch
 
-SHAPE = Check("CK301", "shape that does not fit its parameter", "error")
 DTYPE = Check("CK302", "dtype that does not fit", "error")
 IN_PART = Check("CK303", "tensor used only in part", "error")
 UNDECIDABLE = Check("CK306", "layout that headers cannot tell", "warning")
-CHECKS = (SHAPE, DTYPE, IN_PART, UNDECIDABLE)
-
-
-def shapes(case: Case) -> Iterator[Finding]:
-    """Tensors whose shape is not their parameter's. When one number of the config accounts for it, that number is the finding."""
-    groups: dict[tuple[tuple[int, int], ...] | tuple[str, str], list[Mismatch]] = defaultdict(list)
-    for mismatch in case.mismatches:
-        if mismatch.kind == "shape":
-            groups[_difference(mismatch) or (mismatch.wanted, mismatch.found)].append(mismatch)
-    for difference, members in groups.items():
-        names = [n for m in members for n in m.names]
-        parameters = [m.parameter for m in members]
-        key = None if _others_fit(case, names) else _key(case.facts, difference)
-        heads = _heads(case.facts, names, difference)
-        first = members[0]
-        lines = ", ".join(f"`{line}`" for line in fold(names or parameters)[:3])
-        if heads is not None or (key is not None and isinstance(difference[0], tuple)):
-            key, wanted, found = heads or (key, *difference[0])
-            yield case.finding(
-                CONTRADICTION,
-                f"The config says {key}: {wanted}, and {many(len(members), 'tensor')} have {found} there: {lines}.", names=names,
-                parameters=parameters, blame="config" if len(members) > 1 else "undecidable",
-                mend=f"Set {key} to {found} if the tensors are right.", wanted=str(wanted), found=str(found),
-            )  # fmt: skip
-        else:
-            yield case.finding(
-                SHAPE,
-                f"{many(len(members), 'tensor')} of a shape that does not fit, {first.wanted} wanted and {first.found} stored: {lines}."
-                + (" It is the same transposed." if _transposed(first) else ""),
-                names=names, parameters=parameters, wanted=first.wanted, found=first.found,
-                mend=_cure(case, names, transposed=_transposed(first)),
-            )  # fmt: skip
-        case.take(names, parameters)
-
-
-def _transposed(mismatch: Mismatch) -> bool:
-    """Whether the stored shape is the wanted one with its last two sizes exchanged."""
-    wanted, found = _numbers(mismatch.wanted), _numbers(mismatch.found)
-    return len(wanted) > 1 and wanted != found and [*wanted[:-2], wanted[-1], wanted[-2]] == found
-
-
-def _cure(case: Case, names: list[str], *, transposed: bool) -> str:
-    elsewhere = case.loads_elsewhere(names) if names else None
-    if elsewhere:
-        return f"Use {elsewhere.id}, which loads them."
-    if any(0 in (t.shape or ()) for n in names if (t := case.facts.checkpoint.tensors.get(n)) is not None):
-        return "Gather the parameters before saving (ZeRO-3: stage3_gather_16bit_weights_on_model_save): one rank's part was saved."
-    if transposed:
-        return "Transpose the last two axes when saving, or use software that reads this layout."
-    return "Take them from the source of this checkpoint, or mend the config."
-
-
-def _others_fit(case: Case, names: list[str]) -> bool:
-    """Whether the same tensor of another layer fits: then the config is not to blame."""
-    wrong = {n for m in case.plan.mismatches for n in m.names}
-    return any(other not in wrong for n in names for other in case.facts.shapes.get(shape(n), ()))
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"[0-9]+", text)]
-
-
-def _difference(mismatch: Mismatch) -> tuple[tuple[int, int], ...] | None:
-    """The (wanted, found) pairs of the sizes that differ; None when the shapes have different ranks."""
-    wanted, found = _numbers(mismatch.wanted), _numbers(mismatch.found)
-    if len(wanted) != len(found):
-        return None
-    return tuple(sorted({(w, f) for w, f in zip(wanted, found, strict=True) if w != f})) or None
-
-
-def _key(facts: Facts, difference: tuple[object, ...]) -> str | None:
-    """The one config entry that holds the wanted size where all that differs is one size."""
-    if len(difference) != 1 or not isinstance(difference[0], tuple):
-        return None
-    wanted, found = difference[0]
-    if not found:
-        return None
-    keys = [k for k, v in facts.declared if v == wanted and not k.endswith("_id") and wanted > 3]
-    named = [k for k in keys if re.search(r"(vocab|size|dim|num|n_|hidden|heads|experts)", k)]
-    last = {k.rpartition(".")[2] for k in named}
-    return named[0] if len(last) == 1 or (last and last <= set(EXPERT_KEYS)) else None
-
-
-_KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value|k_v|kv)(_proj)?\.(weight|bias)$")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
-
-
-def _heads(facts: Facts, names: list[str], difference: tuple[object, ...]) -> tuple[str, int, int] | None:
-    """The config's number of key-value heads, and the stored one, where keys and values alone differ, by whole heads."""
-    if (
-        len(difference) != 1
-        or not isinstance(difference[0], tuple)
-        or not names
-        or not all(map(_KEYS_AND_VALUES.search, names))
-    ):
-        return None
-    wanted, found = difference[0]
-    for key, count in facts.values(_KV_HEADS).items():
-        width = wanted // count if count and wanted % count == 0 else 0
-        if width and found and found % width == 0:
-            return key, count, found // width
-    return None
+CHECKS = (DTYPE, IN_PART, UNDECIDABLE)
 
 
 def _read_elsewhere(case: Case, names: list[str]) -> bool:
