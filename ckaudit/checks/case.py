@@ -67,7 +67,7 @@ class Case:
             seen: dict[str, list[str]] = {}
             for name, fate in self.strays.items():
                 seen.setdefault(_looked_up(fate) if self.plan.engine == "vllm" else fate.into or name, []).append(name)
-            unwritten = [p.name for p in self.plan.parameters if p.coverage == "none"] if seen else []
+            unwritten = [name for name, p in self.gaps.items() if p.coverage == "none"] if seen else []
             unwritten += self.parts if seen else ()
             self._renames = seen, infer_rename(seen, unwritten) if unwritten else None
         return self._renames

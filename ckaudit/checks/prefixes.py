@@ -37,16 +37,16 @@ def wrong_prefix(case: Case) -> Iterator[Finding]:
         seen, found = case.rename()
         if found is None or not (len(found.pairs) > 2 or 2 * len(found.pairs) >= len(seen)):
             return
-        if len(found.pairs) < 3 and found.rename.kind != "root" and not _alike(case, found, seen):
+        if len(found.pairs) < 3 and not _alike(case, found, seen):
             return  # one or two likenesses may be chance
         yield _renamed(case, found, seen)
 
 
 def _alike(case: Case, found: Inferred, seen: dict[str, list[str]]) -> bool:
-    """Whether more than one tensor would get its right name, and each the shape that is wanted there."""
+    """Whether more than one tensor (or one under another prefix) would get its right name, and each the shape that is wanted there."""
     tensors = case.facts.checkpoint.tensors
     pairs = [(tensors.get(n), case.gaps.get(right)) for stray, right in found.pairs.items() for n in seen[stray]]
-    return len(pairs) > 1 and all(
+    return (len(pairs) > 1 or found.rename.kind == "root") and all(
         t is None or g is None or None in (t.shape, g.shape) or t.shape == g.shape for t, g in pairs
     )
 
