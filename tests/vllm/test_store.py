@@ -197,3 +197,8 @@ def test_select(index: Path, tmp_path: Path) -> None:
     for bad in (">=0.99", "@" + str(tmp_path), "nonsense", "==x"):
         with pytest.raises(EngineError):
             vllm.select(bad)
+
+
+def test_a_tree_without_a_path_is_told_so() -> None:
+    with pytest.raises(EngineError, match="vllm@ names no folder"):
+        vllm.select("@")

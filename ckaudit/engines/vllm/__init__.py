@@ -76,6 +76,8 @@ def fetch(rest: str, *, offline: bool = False, progress: Progress | None = None)
 
 
 def _tree(text: str) -> Path:
+    if not text:
+        raise EngineError("vllm@ names no folder.", "Write vllm@PATH, with a source checkout or an unpacked wheel.")
     path = Path(text).expanduser().absolute()
     if not (path / "vllm" / "model_executor").is_dir():
         raise EngineError(
