@@ -86,7 +86,8 @@ def make(architecture: str, layers: int | None = None, **stated: Any) -> Made:
             config = found.config_class(**merged(given, cut(config, layers)))
         written, tensors = saved(found, config)
     except Exception as error:  # a default config that its own class refuses
-        raise UnmakeableError(f"{type(error).__name__}: {error}") from error
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnmakeableError(f"its class does not build from what its config class gives ({line[:120]})") from error
     written |= {"architectures": [architecture]}
     written = merged(written, known.written(written) if callable(known.written) else known.written)
     for pattern, replacement in known.renames:

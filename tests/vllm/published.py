@@ -131,6 +131,7 @@ def _pair(match: re.Match[str]) -> str:
 TRANSFORMERS = "transformers 5.24.0, conversion_mapping.py: "
 NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
+MINIMAX_SPARSE = [0] * 3 + [1] * 57
 LACKS = "vLLM reads {} of its config, which no class of transformers has and no public source that was found states"
 UNUSED = "clip.py:721 passes over the layers behind the one that `vision_feature_layer` names"
 
@@ -341,8 +342,32 @@ FACTS: dict[str, Fact] = {
     ),
     "MiniMaxM3SparseForConditionalGeneration": Fact(
         mlx("minimax_m3_vl"),
+        config={
+            "text_config": {
+                "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+                "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+            }
+        },
         written={
-            "text_config": {"hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0},
+            "text_config": {
+                "hidden_act": "swigluoai",
+                "swiglu_alpha": 1.702,
+                "swiglu_beta": 1.0,
+                "swiglu_limit": 7.0,
+                "moe_layer_freq": MINIMAX_SPARSE,
+                "sparse_attention_config": {
+                    "use_sparse_attention": True,
+                    "sparse_index_dim": 128,
+                    "sparse_num_index_heads": 4,
+                    "sparse_topk_blocks": 16,
+                    "sparse_block_size": 128,
+                    "sparse_disable_index_value": MINIMAX_SPARSE,
+                    "sparse_score_type": "max",
+                    "sparse_init_block": 0,
+                    "sparse_local_block": 1,
+                    "sparse_attention_freq": MINIMAX_SPARSE,
+                },
+            },
             "vision_config": {"img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2}},
         },
     ),
