@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckaudit.errors import CkauditError
     from ckaudit.findings import Finding, Report, Skip
-    from ckaudit.pipeline import audit
+    from ckaudit.pipeline.names import audit
 
 __version__ = "0.1.0.dev0"
 __all__ = ["CkauditError", "Finding", "Report", "Skip", "__version__", "audit"]
 
 _HOME = {
-    "audit": "ckaudit.pipeline",
+    "audit": "ckaudit.pipeline.names",
     "CkauditError": "ckaudit.errors",
     "Finding": "ckaudit.findings",
     "Report": "ckaudit.findings",

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckaudit import checks
+from ckaudit.checks import catalogue
 from ckaudit.plan import Collision, Failure, NameFate, Note, Parameter, Plan, RuleHit, Step, Unjudged
 from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, told
 
@@ -255,7 +256,7 @@ class TestSeveralEngines:
 
 
 def test_the_catalogue_has_each_id_once() -> None:
-    ids = [c.id for c in checks.CHECKS]
+    ids = [c.id for c in catalogue.CHECKS]
     assert len(set(ids)) == len(ids)
 
 

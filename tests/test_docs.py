@@ -13,7 +13,7 @@ from pkgutil import walk_packages
 import pytest
 
 from ckaudit import checks, cli
-from ckaudit.checks import CHECKS
+from ckaudit.checks.catalogue import CHECKS
 from ckaudit.findings import Check
 
 ROOT = Path(__file__).parent.parent

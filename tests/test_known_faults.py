@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ckaudit import checks
-from ckaudit.checks import CHECKS
+from ckaudit.checks.catalogue import CHECKS
 from ckaudit.findings import Report
 from ckaudit.plan import Step
 from tests.known_faults.cases import Fault, Kind

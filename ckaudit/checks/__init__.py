@@ -14,23 +14,18 @@ from msgspec import structs
 
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import (
-    adapters,
-    behaviour,
     classes,
     companions,
     config,
     container,
     coverage,
-    differences,
     drafts,
     layout,
     names,
     parallel,
-    perplexity,
     prefixes,
     quantisation,
     rewrites,
-    rules,
     sizes,
     tensors,
     ties,
@@ -38,23 +33,10 @@ from ckaudit.checks import (
 )
 from ckaudit.checks.case import Case, Explain
 from ckaudit.checks.facts import Facts
-from ckaudit.findings import Check, Finding, Skip
+from ckaudit.findings import Finding, Skip
 from ckaudit.plan import Plan
 
 OnFiles = Callable[[Facts], Iterator[Finding]]
-
-CHECKS: tuple[Check, ...] = tuple(
-    sorted(
-        (
-            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *drafts.CHECKS, *ties.CHECKS,
-            *sizes.CHECKS, *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
-            *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
-            *differences.CHECKS, *adapters.CHECKS,
-        ),
-        key=lambda c: c.id,
-    )
-)  # fmt: skip
-"""The catalogue, by id."""
 
 ON_FILES: tuple[OnFiles, ...] = (
     config.readable, prefixes.repeated, prefixes.unmerged, layout.layer_holes, layout.expert_holes, layout.experts_twice, drafts.draft,

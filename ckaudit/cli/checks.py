@@ -1,7 +1,5 @@
 """`ckaudit checks`: the catalogue, and each check's page."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -17,7 +15,7 @@ def checks(
     from rich.console import RenderableType
     from rich.markdown import Markdown
 
-    from ckaudit.checks import CHECKS
+    from ckaudit.checks.catalogue import CHECKS
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
     from ckaudit.report.terminal.layout import catalogue, text

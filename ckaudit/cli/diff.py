@@ -1,7 +1,5 @@
 """`ckaudit diff`: what a checkpoint has otherwise than its source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -39,16 +37,16 @@ def diff(
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
     """Compare two checkpoints by their headers: what was lost, added, renamed, reshaped or retyped, and what explains it."""
-    from ckaudit import pipeline
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
+    from ckaudit.pipeline.diff import diff as run
     from ckaudit.report import json_v1, terminal
 
     if quiet and verbose:
         raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
     file = None if json in (None, "-") else console.writable(Path(str(json)))
     with console.watched(quiet=quiet) as progress:
-        report = pipeline.diff(
+        report = run(
             a,
             b,
             roundtrip=roundtrip,

@@ -1,7 +1,5 @@
 """`ckaudit engines`: the releases of vLLM that are kept on this machine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

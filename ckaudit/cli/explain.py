@@ -1,7 +1,5 @@
 """`ckaudit explain`: one name's way through every rule, per engine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -27,7 +25,7 @@ def explain(
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
     from ckaudit.naming import nearest
-    from ckaudit.pipeline import audit
+    from ckaudit.pipeline.names import audit
     from ckaudit.report.terminal import explain as view
 
     with console.watched() as progress:

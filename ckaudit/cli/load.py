@@ -1,7 +1,5 @@
 """`ckaudit load`: does it load for real, are its values sound, does it run?"""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +57,7 @@ def load(
     from ckaudit.cli import console
     from ckaudit.materialize import LoadOptions
     from ckaudit.materialize import stats as table
-    from ckaudit.pipeline import load as run
+    from ckaudit.pipeline.load import load as run
     from ckaudit.report import json_v1, terminal
 
     file = None if json in (None, "-") else console.writable(Path(str(json)))

@@ -1,7 +1,5 @@
 """`ckaudit names`: what would happen to every tensor, told from headers alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -89,8 +87,7 @@ def names(
     """Audit a checkpoint's tensor names, shapes and files from its headers alone."""
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
-    from ckaudit.pipeline import audit
-    from ckaudit.report import json_v1, terminal
+    from ckaudit.pipeline.names import audit
     from ckaudit.suppressions import read
 
     if quiet and verbose:
@@ -125,11 +122,14 @@ def names(
             verify_hash=verify_hash,
             progress=progress,
         )
-    if file is not None:
-        console.write(file, json_v1.render(report, names=names_))
-    if json == "-":
-        console.emit(json_v1.render(report, names=names_))
-    else:
+    if json is not None:
+        from ckaudit.report import json_v1
+
+        text = json_v1.render(report, names=names_)
+        console.emit(text) if file is None else console.write(file, text)
+    if json != "-":
+        from ckaudit.report import terminal
+
         view = terminal.render(
             report,
             width=console.width(),

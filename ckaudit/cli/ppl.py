@@ -1,7 +1,5 @@
 """`ckaudit ppl`: does it compute what it should?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +65,7 @@ def ppl(
 ) -> None:
     """Measure perplexity on pictures and texts, and compare it with a reference, other settings or a running server."""
     from ckaudit.cli import console
-    from ckaudit.pipeline import measure
+    from ckaudit.pipeline.perplexity import measure
     from ckaudit.report import json_v1, terminal
     from ckaudit.scores import PplOptions, Settings
 

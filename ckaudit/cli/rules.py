@@ -1,7 +1,5 @@
 """`ckaudit rules`: work on rule books."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

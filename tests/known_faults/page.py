@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckaudit.checks import CHECKS
+from ckaudit.checks.catalogue import CHECKS
 from tests.known_faults.cases import Elsewhere, Fault, Kind, Row
 from tests.known_faults.table import ELSEWHERE, FAULTS
 

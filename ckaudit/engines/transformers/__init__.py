@@ -32,10 +32,11 @@ What a plan of this engine says, beyond `ckaudit.plan`:
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 import msgspec
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import EngineOptions, Job
@@ -44,7 +45,9 @@ from ckaudit.engines.host import WorkerHost, unjudged
 from ckaudit.plan import Plan
 from ckaudit.progress import Progress
 
-SUPPORTED = SpecifierSet(">=5.17,<6")
+OLDEST, BELOW = Version("5.17"), 6
+"""The oldest release of transformers that this engine knows, and the first major one that it does not."""
+_VERSION = re.compile(r"^Version: *(\S+)$", re.MULTILINE)
 _INSTALL = "pip install 'ckaudit[transformers]'"
 _NEEDED = ("torch", "transformers", "accelerate")
 # Libraries that quantisers and model classes use if they are there, so that a plan may depend on them.
@@ -64,9 +67,13 @@ def installed() -> dict[str, str]:
     found = {}
     for name in (*_NEEDED, *_OPTIONAL):
         try:
-            found[name] = importlib.metadata.version(name)
+            package = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        said = _VERSION.search(
+            package.read_text("METADATA") or ""
+        )  # the whole of it as a message costs ten times as much
+        found[name] = said[1] if said else package.version
     return found
 
 
@@ -117,8 +124,9 @@ def _unusable(versions: dict[str, str]) -> str | None:
     """Why this engine cannot run here, and the way out; None if it can."""
     if absent := [name for name in _NEEDED if name not in versions]:
         return f"{' and '.join(absent)} not installed: {_INSTALL}"
-    if not SUPPORTED.contains(versions["transformers"], prereleases=True):
-        return f"transformers {versions['transformers']} is installed; this engine knows {SUPPORTED}: {_INSTALL}"
+    found = Version(versions["transformers"])
+    if found < OLDEST or found.major >= BELOW:
+        return f"transformers {found} is installed; this engine knows >={OLDEST},<{BELOW}: {_INSTALL}"
     return None
 
 
