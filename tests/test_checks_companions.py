@@ -56,6 +56,45 @@ SCHEMES: dict[str, tuple[dict[str, object], Leaves]] = {
         {"quant_method": "quanto"},
         {"weight._data": ("I8", [4, 4]), "weight._scale": ("F32", [4, 1]), "input_scale": ("F32", []), "output_scale": ("F32", [])},
     ),
+    "aqlm": (
+        {"quant_method": "aqlm", "in_group_size": 8, "nbits_per_codebook": 16},
+        {"codes": ("I16", [4, 1, 1]), "codebooks": ("F16", [1, 16, 1, 4]), "scales": ("F16", [4, 1, 1, 1])},
+    ),
+    "vptq": (
+        {"quant_method": "vptq", "config_for_layers": {}},
+        {
+            "indices": ("U16", [1, 2, 4]), "centroids.weight": ("BF16", [1, 64]), "res_centroids.weight": ("BF16", [1, 64]),
+            "perm": ("U16", [4]), "weight_scale": ("BF16", [4]), "weight_bias": ("BF16", [4]),
+        },
+    ),
+    "spqr": (
+        {"quant_method": "spqr", "bits": 3},
+        {"dense_weights": ("I64", [1, 1]), "row_offsets": ("I32", [5]), "col_vals": ("I32", [3]), "in_perm": ("I32", [4])},
+    ),
+    "higgs": (
+        {"quant_method": "higgs", "bits": 4},
+        {"weight": ("I16", [1, 4]), "scales": ("F16", [4, 1]), "tables": ("F16", [16]), "tables2": ("F16", [16, 16, 2])},
+    ),
+    "eetq": ({"quant_method": "eetq", "weights": "int8"}, {"weight": ("I8", [4, 4]), "weight_scales": ("F16", [4])}),
+    "hqq": (
+        {"quant_method": "hqq"},
+        {"W_q": ("U8", [8, 1]), "scale": ("BF16", [4, 1]), "zero": ("BF16", [4, 1]), "nbits": ("I32", []), "shape": ("I32", [2])},
+    ),
+    "torchao": (
+        {"quant_method": "torchao"},
+        {"_weight_qdata": ("I8", [4, 4]), "_weight_scale": ("BF16", [4, 1]), "_weight_zero_point": ("I8", [4, 1])},
+    ),
+    "fp_quant": (
+        {"quant_method": "fp_quant", "forward_dtype": "mxfp4"},
+        {
+            "qweight": ("U8", [4, 2]), "scales": ("U8", [4, 1]), "weight_global_scale": ("BF16", [1]), "act_global_scale": ("BF16", [1]),
+            "forward_hadamard_matrix": ("BF16", [4, 4]), "backward_hadamard_matrix": ("BF16", [4, 4]),
+        },
+    ),
+    "metal": (
+        {"quant_method": "metal", "bits": 4},
+        {"weight": ("U32", [4, 1]), "scales": ("F32", [4, 1]), "qbiases": ("F32", [4, 1])},
+    ),
 }  # fmt: skip
 LINEARS = [f"model.layers.{i}.{leaf}" for i in range(8) for leaf in ("self_attn.o_proj", "mlp.down_proj")]
 
@@ -139,6 +178,22 @@ class TestCompanions:
         scales.pop("model.layers.1.mlp.experts.down_proj_scales")
         finding = only(checkpoint(blocks | scales | bias, declared))
         assert (finding.check, finding.names) == ("CK304", ("model.layers.1.mlp.experts.down_proj_scales",))
+
+    @pytest.mark.parametrize("scheme", ["aqlm", "vptq", "higgs", "hqq"])
+    def test_leaves_that_models_have_for_other_reasons(self, scheme: str) -> None:
+        # one such leaf by itself (codes of a codec, indices of a pooling, tables of a tokeniser) says nothing of quantisation
+        for leaf, (dtype, shape) in SCHEMES[scheme][1].items():
+            if leaf not in ("weight_scale", "weight", "W_q"):
+                assert findings(checkpoint(quantised({leaf: (dtype, shape), "bias": ("BF16", [4])}))) == [], leaf
+
+    def test_every_companion_of_a_declared_scheme_lost(self) -> None:
+        # nothing is left to compare with, but the config says what the int8 weights and the codes are
+        for scheme, left in (("eetq", "weight"), ("aqlm", "codes"), ("metal", "weight"), ("hqq", "W_q")):
+            method, leaves = SCHEMES[scheme]
+            found = findings(checkpoint(quantised({left: leaves[left]}), config(method)))
+            lost = leaves.keys() - {left, "nbits", "shape"}
+            assert {(f.check, f.count) for f in found} == {("CK304", len(LINEARS))}, scheme
+            assert {f.names[0].rpartition(".")[2] for f in found} == lost
 
     def test_a_layer_scale_is_no_companion(self) -> None:
         names = [
@@ -264,6 +319,13 @@ class TestEngine:
         finding = only(source, plan(source, model))
         assert (finding.check, finding.blame) == ("CK305", "config")
         assert "re:.*down_proj" in finding.message
+
+    def test_companions_of_common_names_that_the_engine_has_no_place_for(self) -> None:
+        method, leaves = SCHEMES["vptq"]
+        source = checkpoint(quantised(leaves), config(method))
+        model = {f"{m}.weight" for m in LINEARS} | {n for n in source.tensors if "norm" in n}
+        finding = only(source, plan(source, model))
+        assert (finding.check, finding.count) == ("CK305", len(leaves) * len(LINEARS))
 
     def test_experts_one_by_one_in_a_model_that_stacks_them(self) -> None:
         leaves = SCHEMES["packed"][1]

@@ -38,6 +38,15 @@ def test_nothing_is_quantised() -> None:
         ("fp8 block", "FP8", "fp8 blocks of 128×128"),
         ("bnb 4-bit", "bitsandbytes 4-bit", "bitsandbytes 4-bit"),
         ("mlx", "MLX", "mlx 4-bit"),
+        ("aqlm", "AQLM", "aqlm"),
+        ("vptq", "VPTQ", "vptq"),
+        ("spqr", "SpQR", "spqr 3-bit"),
+        ("higgs", "HIGGS", "higgs 4-bit"),
+        ("eetq", "EETQ", "eetq"),
+        ("hqq", "HQQ or SINQ", "hqq"),
+        ("torchao", "torchao", "torchao"),
+        ("fp_quant", "FP-Quant", "fp_quant"),
+        ("metal", "Metal", "metal 4-bit"),
     ],
 )
 def test_what_is_stored_and_what_is_said(scheme: str, on_disk: str, said: str) -> None:

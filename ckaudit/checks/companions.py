@@ -7,12 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.facts import Facts, split
+from ckaudit.checks.facts import Facts, joined, split
 from ckaudit.checks.homes import Homes
 from ckaudit.checks.quantisation import declared, elsewhere, ignored_by
+from ckaudit.checks.quantisers import BASES, SCHEMES, TAIL, Scheme, certain, has, may_be_quantised, recognised
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
@@ -21,87 +20,15 @@ SCHEME = Check("CK305", "quantisation on disk against the config", "error")
 CHECKS = (COMPANION, SCHEME)
 
 
-class Scheme(msgspec.Struct, frozen=True):
-    """How one quantiser names what it stores. `marker` recognises a module by its leaves, `needs` are leaves that must be there:
-    of each tuple one. `usual` are leaves that all modules of a checkpoint have or none."""
-
-    name: str
-    methods: frozenset[str]
-    """`quant_method` values of configs that mean this scheme."""
-    marker: re.Pattern[str]
-    needs: tuple[tuple[str, ...], ...]
-    usual: frozenset[str] = frozenset()
-
-
-def _scheme(name: str, methods: str, marker: str, *needs: str, usual: str = "") -> Scheme:
-    return Scheme(
-        name, frozenset(methods.split()), re.compile(f"(?:{marker})$"), tuple(tuple(n.split("|")) for n in needs),
-        frozenset(usual.split()),
-    )  # fmt: skip
-
-
-_FP8_SCALE = "weight_scale|weight_scale_inv|scale|qscale_weight|scale_weight"
-SCHEMES = (
-    _scheme("GPTQ or AWQ", "gptq awq gptq_marlin awq_marlin auto-round auto_round", "qweight", "scales", usual="qzeros g_idx"),
-    _scheme(
-        "compressed-tensors, packed", "compressed-tensors modelopt", "weight_packed", "weight_scale",
-        usual="weight_shape weight_global_scale",
-    ),
-    _scheme(
-        "bitsandbytes 4-bit", "bitsandbytes", r"weight\.(absmax|quant_map|quant_state\..*)", "weight.absmax", "weight.quant_map",
-        "weight.quant_state.*", "weight*", usual="weight.nested_absmax weight.nested_quant_map",
-    ),
-    _scheme("bitsandbytes 8-bit", "bitsandbytes", "SCB", "weight*"),
-    _scheme("MXFP4", "mxfp4 quark", "_blocks", "_scales"),
-    _scheme("quanto", "quanto", r"weight\._data", "weight._scale"),
-    _scheme("FP8", "fp8 fbgemm_fp8 compressed-tensors modelopt quark", "weight:F8_.*", _FP8_SCALE),
-    _scheme("int8", "compressed-tensors bitsandbytes modelopt quark w8a8_int8 ascend", "weight:I8", f"SCB|{_FP8_SCALE}|deq_scale"),
-    _scheme("MLX", "mlx", "weight:U32|biases", "scales", usual="biases"),
-    _scheme(
-        "packed bytes with a scale", "bitnet modelopt nvfp4 compressed-tensors", "weight:U8", f"{_FP8_SCALE}|weight.absmax",
-        usual="weight_scale_2",
-    ),
-)  # fmt: skip
-"""In the order in which a module is recognised. Facts: transformers 5.24.0 `quantizers/`, compressed-tensors
-`compressors/`, AutoGPTQ, AutoAWQ, mlx `nn/layers/quantized.py`."""
-
 _ORPHANS = re.compile(
     r"(weight_scale|weight_scale_inv|weight_zero_point|weight_shape|weight_g_idx|weight_global_scale|qzeros|g_idx)$"
 )
-_BASES = ("weight", "qweight", "weight_packed", "_blocks", "_packed", "")
-FULL = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 _KV = re.compile(r"(^|\.)(k_scale|v_scale|q_scale|kv_scale|prob_scale|output_scale|kv_cache_scaling_factor)$")
-TAIL = re.compile(
-    r"(^|\.|_)(qweight|qzeros|scales|g_idx|biases|weight_packed|weight_scale(_inv|_2)?|weight_shape|weight_zero_point|weight_global_scale"
-    r"|input_scale|input_global_scale|weight_g_idx|SCB|weight_format|scale_inv|blocks|weight\.[a-z_]+(\..*)?|_data|_scale)$"
-)
-
-
-def _has(leaves: frozenset[str], leaf: str) -> bool:
-    if leaf.endswith("*"):
-        return any(n.partition(":")[0] == leaf[:-1] or (leaf != "weight*" and n.startswith(leaf[:-1])) for n in leaves)
-    return leaf in leaves
-
-
-def recognised(facts: Facts) -> dict[Scheme, dict[frozenset[str], list[str]]]:
-    """The schemes on disk: scheme -> set of leaves -> modules."""
-    if not _may_be_quantised(facts):
-        return {}
-    found: dict[Scheme, dict[frozenset[str], list[str]]] = defaultdict(dict)
-    for leaves, modules in facts.modules.items():
-        scheme = next((s for s in SCHEMES if any(s.marker.match(leaf) for leaf in leaves)), None)
-        if scheme is not None and not (scheme.name == "MLX" and not _has(leaves, "weight*")):
-            found[scheme][leaves] = modules
-    return dict(found)
-
-
-def _may_be_quantised(facts: Facts) -> bool:
-    """A quick look: whether any name reads like a companion, or any dtype is one that weights are quantised to."""
-    return bool(facts.dtypes - FULL) or any(TAIL.search(text) for text in facts.shapes)
 
 
 def companions(facts: Facts) -> Iterator[Finding]:
     """Modules that lack what their scheme needs, or what all the others of their kind have; and companions whose weight is not there."""
+    told: set[str] = set()
     for scheme, kinds in recognised(facts).items():
         total = sum(map(len, kinds.values()))
         counts: Counter[str] = Counter()
@@ -111,20 +38,22 @@ def companions(facts: Facts) -> Iterator[Finding]:
         scaled = _declares(facts) or any(counts[leaf] for need in scheme.needs for leaf in need)
         lacking: dict[str, list[str]] = defaultdict(list)
         for leaves, modules in kinds.items():
-            needs = [need for need in scheme.needs if not any(_has(leaves, n) for n in need)] if scaled else []
+            needs = [need for need in scheme.needs if not any(has(leaves, n) for n in need)] if scaled else []
             for text in [_likely(need, counts) for need in needs] + sorted(usual - leaves):
                 lacking[text] += modules
         for leaf, modules in lacking.items():
+            told.update(modules)
             yield _lacks(facts, scheme, leaf, modules)
-    if not _may_be_quantised(facts):
+    if not may_be_quantised(facts):
         return
     orphans = [
-        f"{m}.{leaf}" if leaf[0] != "_" else m + leaf
+        joined(m, leaf)
         for leaves, modules in facts.modules.items()
-        if not any(n.partition(":")[0] in _BASES for n in leaves)
+        if not any(n.partition(":")[0] in BASES for n in leaves)
         for leaf in leaves
         if _ORPHANS.match(leaf)
         for m in modules
+        if m not in told
     ]
     if orphans:
         yield on_files(
@@ -139,7 +68,7 @@ def companions_here(case: Case) -> Iterator[Finding]:
     lacking: dict[str, set[str]] = defaultdict(set)
     for name in (n for f in case.on_files if f.check == COMPANION.id for n in f.names):
         module, leaf = split(name)
-        lacking[module].update(_BASES if name in case.facts.checkpoint.tensors else (leaf,))
+        lacking[module].update(BASES if name in case.facts.checkpoint.tensors else (leaf,))
     if lacking and case.gaps:
         homes = Homes(case.plan)
         for module, leaves in lacking.items():
@@ -159,7 +88,7 @@ def _likely(need: tuple[str, ...], counts: Counter[str]) -> str:
 
 def _lacks(facts: Facts, scheme: Scheme, leaf: str, modules: list[str]) -> Finding:
     shown = leaf.rstrip("*")
-    names = [f"{m}.{shown}" if shown[0] != "_" else m + shown for m in modules]
+    names = [joined(m, shown) for m in modules]
     natural = shown.endswith("g_idx") and not declared(facts).get("desc_act")  # loaders then count the groups
     return on_files(
         facts, COMPANION, f"{many(len(modules), 'module')} quantised as {scheme.name} without `{shown}`: {listed(names)}.", names,
@@ -174,16 +103,17 @@ _LATER = frozenset("bitsandbytes fp8 torchao hqq quanto eetq higgs fp_quant sinq
 
 def schemes(facts: Facts) -> Iterator[Finding]:
     """Quantised tensors that no config declares, a declared quantisation of which nothing is on disk, and one declared as another."""
-    found = {s: kinds for s, kinds in recognised(facts).items() if _certain(s, kinds)}
+    on_disk = recognised(facts)
+    found = {s: kinds for s, kinds in on_disk.items() if certain(s, kinds)}
     config = declared(facts)
     method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
     modules = {m for kinds in found.values() for group in kinds.values() for m in group}
     names = [n for n in facts.checkpoint.tensors if split(n)[0] in modules] if modules else []
-    on_disk = ", ".join(s.name for s in found)
+    stored = ", ".join(s.name for s in found)
     if found and not config:
         other = elsewhere(facts)
         yield on_files(
-            facts, SCHEME, f"{len(modules)} modules are quantised ({on_disk}), and config.json has no quantization_config"
+            facts, SCHEME, f"{len(modules)} modules are quantised ({stored}), and config.json has no quantization_config"
             + (f"; the scheme stands in {printable(other)}, which not every loader reads." if other else "."),
             names, blame="config",
             mend=f"Copy the scheme {f'from {printable(other)} ' if other else ''}into config.json as quantization_config.",
@@ -191,7 +121,7 @@ def schemes(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif method and not found and facts.checkpoint.tensors and method not in _LATER and not _dense(config):
         known = {m for s in SCHEMES for m in s.methods}
-        if method in known:
+        if method in known and not any(method in s.methods for s in on_disk):
             yield on_files(
                 facts, SCHEME, f"The config declares {printable(method)} quantisation, and no tensor is quantised.", blame="config",
                 mend="Take quantization_config out of config.json, or store the quantised tensors.",
@@ -199,14 +129,9 @@ def schemes(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
     elif method and found and not any(method in s.methods for s in found) and any(method in s.methods for s in SCHEMES):
         yield on_files(
-            facts, SCHEME, f"The config declares {printable(method)}, and the tensors are stored as {on_disk}.", names, blame="config",
-            mend="Declare the scheme that is on disk.", wanted=printable(method), found=on_disk,
+            facts, SCHEME, f"The config declares {printable(method)}, and the tensors are stored as {stored}.", names, blame="config",
+            mend="Declare the scheme that is on disk.", wanted=printable(method), found=stored,
         )  # fmt: skip
-
-
-def _certain(scheme: Scheme, kinds: dict[frozenset[str], list[str]]) -> bool:
-    """Whether a scheme is beyond doubt: plain bytes or FP8 without any scale may just be how a tensor is stored."""
-    return any(all(any(_has(leaves, n) for n in need) for need in scheme.needs) for leaves in kinds)
 
 
 def _dense(config: dict[str, Any]) -> bool:
@@ -249,7 +174,7 @@ def unquantised_here(case: Case) -> Iterator[Finding]:
 
 def _unquantised(case: Case, among: set[str]) -> Iterator[Finding]:
     told = {n for f in case.on_files if f.check in (COMPANION.id, SCHEME.id) for n in f.names}
-    known = told.union(case.facts.matching(TAIL))
+    known = told.union(case.facts.matching(TAIL), _of_common_names(case.facts))
     strays = [n for n in case.strays if n in among and n in known]
     cache = [n for n in case.facts.matching(_KV) if n in among]
     if cache:
@@ -275,6 +200,19 @@ def _unquantised(case: Case, among: set[str]) -> Iterator[Finding]:
             wanted="modules built for this scheme", found="modules without",
         )  # fmt: skip
         case.take([*rest, *cast], gaps)
+
+
+def _of_common_names(facts: Facts) -> Iterator[str]:
+    """Companions that only their module tells from tensors of other models."""
+    for scheme, kinds in recognised(facts).items():
+        if scheme.common:
+            yield from (
+                joined(m, leaf)
+                for leaves, ms in kinds.items()
+                for leaf in leaves - {"bias"}
+                if ":" not in leaf
+                for m in ms
+            )
 
 
 def _same_modules(case: Case, names: Iterable[str]) -> list[str]:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.companions import FULL, TAIL, listed, recognised
+from ckaudit.checks.companions import listed
 from ckaudit.checks.facts import Facts, shape, split
 from ckaudit.checks.homes import Homes
 from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, misnamed, targeted
+from ckaudit.checks.quantisers import FULL, TAIL, recognised
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
 from ckaudit.plan import Step

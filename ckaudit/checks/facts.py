@@ -233,9 +233,17 @@ def split(name: str) -> tuple[str, str]:
         module, _, rest = name.partition(".weight.")
         return module, f"weight.{rest}"
     module, _, leaf = name.rpartition(".")
+    if leaf == "weight" and module.endswith("centroids"):  # VPTQ keeps its codebooks in embeddings below the module
+        module, _, own = module.rpartition(".")
+        return module, f"{own}.weight"
     if leaf != "weight" and "_proj" in leaf and (match := _FUSED_TAIL.search(leaf)):
         return f"{module}.{leaf[: match.start()]}", match[0]
     return (module, leaf) if "_proj" not in leaf else (name, "")
+
+
+def joined(module: str, leaf: str) -> str:
+    """The tensor name that `split` takes apart."""
+    return module + leaf if not leaf or _FUSED_TAIL.fullmatch(f"x{leaf}", 1) else f"{module}.{leaf}"
 
 
 def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, under
-from ckaudit.checks.companions import TAIL
 from ckaudit.checks.facts import shape, split
+from ckaudit.checks.quantisers import TAIL
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import Nearest, fold, printable
 from ckaudit.plan import Failure

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckaudit.checkpoint import Checkpoint
-from ckaudit.checks.companions import FULL, TAIL, recognised
 from ckaudit.checks.coverage import dense
 from ckaudit.checks.facts import Facts, split
 from ckaudit.checks.quantisation import declared, elsewhere, ignored_by, targeted, weights_of
+from ckaudit.checks.quantisers import FULL, TAIL, recognised
 from ckaudit.findings import Quantised
 from ckaudit.naming import fold
 from ckaudit.plan import Plan

@@ -8,8 +8,8 @@ from math import prod
 import msgspec
 
 from ckaudit.checkpoint import Checkpoint, TensorSpec
-from ckaudit.checks.companions import recognised
 from ckaudit.checks.facts import Facts, split
+from ckaudit.checks.quantisers import recognised
 from ckaudit.header import DTYPE_BITS
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
