@@ -174,6 +174,13 @@ def ck220() -> Case:
     return source, plan(source, experts(), id=VLLM)
 
 
+def ck221() -> Case:
+    split = {f"model.layers.{i}.self_attn.{p}_proj.weight": [8, 8] for i in range(3) for p in "qkv"}
+    fused = {f"model.layers.{i}.self_attn.qkv_proj.weight": [24, 8] for i in range(3)}
+    source = checkpoint(bf16(fused))
+    return source, transformers(source, split)
+
+
 def ck301() -> Case:
     source = checkpoint(bf16(shapes() | {"model.layers.2.mlp.up_proj.weight": [24, 8]}), CONFIG | SIZES)
     return source, transformers(source, shapes())

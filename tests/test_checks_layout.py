@@ -1,8 +1,10 @@
 """CK210, CK211, CK212, CK219: numbered stacks."""
 
+from typing import ClassVar
+
 import pytest
 
-from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, told
+from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, sized, told
 
 LLAMA = llama(6)
 
@@ -197,3 +199,33 @@ class TestDraftInPart:
         if "qkv" in change[1]:
             parts = [n for n in parts if ("k_proj" not in n and "v_proj" not in n) or "qkv" in n]
         assert self.found(parts) == []
+
+
+class TestJoined:
+    """Projections that are one tensor here and several there."""
+
+    SPLIT: ClassVar[dict[str, list[int]]] = {
+        **{f"model.layers.{i}.attn.q_proj.weight": [8, 4] for i in range(3)},
+        **{f"model.layers.{i}.attn.{p}_proj.weight": [2, 4] for i in range(3) for p in "kv"},
+    }
+    FUSED: ClassVar[dict[str, list[int]]] = {f"model.layers.{i}.attn.qkv_proj.weight": [12, 4] for i in range(3)}
+
+    def test_fused_on_disk(self) -> None:
+        source = sized({n: ("BF16", s) for n, s in self.FUSED.items()})
+        finding = only(source, plan(source, self.SPLIT))
+        assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK221", "error", "checkpoint", 3)
+        assert "headers cannot tell" in finding.mend
+
+    def test_split_on_disk(self) -> None:
+        source = sized({n: ("BF16", s) for n, s in self.SPLIT.items()})
+        assert told(source, plan(source, self.FUSED)) == [("CK221", "error", "checkpoint", 9)]
+
+    def test_the_engine_is_blamed_where_another_loads_them(self) -> None:
+        source = sized({n: ("BF16", s) for n, s in self.SPLIT.items()})
+        assert told(source, plan(source, self.FUSED), plan(source, self.SPLIT, id="toy==2")) == [
+            ("CK221", "error", "engine", 9)
+        ]
+
+    def test_rows_that_do_not_add_up(self) -> None:
+        source = sized({n: ("BF16", [10, 4]) for n in self.FUSED})
+        assert "CK221" not in {c for c, *_ in told(source, plan(source, self.SPLIT))}

@@ -20,6 +20,7 @@ from ckaudit.checks import (
     container,
     coverage,
     drafts,
+    joined,
     layout,
     names,
     parallel,
@@ -57,7 +58,7 @@ EXPLAIN: tuple[Explain, ...] = (
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
     companions.companions_here,
     # one cause for many names
-    companions.mlx_only, companions.unquantised_modules, classes.wrong_class, prefixes.wrong_prefix, ties.followers,
+    companions.mlx_only, companions.unquantised_modules, joined.joined, classes.wrong_class, prefixes.wrong_prefix, ties.followers,
     coverage.quantised_here, sizes.shapes, tensors.casts,
     companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
     classes.whole_parts, ties.head_lost,
