@@ -12,6 +12,7 @@ from ckaudit.checks import (
     coverage,
     differences,
     drafts,
+    joined,
     layout,
     names,
     parallel,
@@ -30,8 +31,8 @@ from ckaudit.findings import Check
 CHECKS: tuple[Check, ...] = tuple(
     sorted(
         (
-            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *drafts.CHECKS, *ties.CHECKS,
-            *sizes.CHECKS, *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
+            *container.CHECKS, *names.CHECKS, *rewrites.CHECKS, *prefixes.CHECKS, *layout.CHECKS, *joined.CHECKS, *drafts.CHECKS,
+            *ties.CHECKS, *sizes.CHECKS, *tensors.CHECKS, *companions.CHECKS, *quantisation.CHECKS, *coverage.CHECKS, *parallel.CHECKS,
             *config.CHECKS, *classes.CHECKS, *values.CHECKS, *behaviour.CHECKS, *perplexity.CHECKS, *rules.CHECKS,
             *differences.CHECKS, *adapters.CHECKS,
         ),
