@@ -82,26 +82,27 @@ def _joined(case: Case, found: Inferred, seen: dict[str, list[str]]) -> tuple[li
     moved = {s: new for s in seen if s not in found.pairs and (new := found.rename.apply(s)) != s}
     prefix = ".".join((*found.rename.old, ""))
     foreign = 4 * len(found.pairs) >= len(moved) and not any(p.name.startswith(prefix) for p in case.plan.parameters)
-    place = _part if foreign else _place
-    places = {place(n) for n in unwritten}
-    beside = [s for s, new in moved.items() if foreign or place(new) in places]
-    taken = {place(moved[s]) for s in beside}
-    return [n for s in beside for n in seen[s]], {n for n in unwritten if place(n) in taken}
+    marks = _marks if foreign else _place
+    places = {mark for n in unwritten for mark in marks(n)}
+    beside = [s for s, new in moved.items() if foreign or not places.isdisjoint(marks(new))]
+    taken = {mark for s in beside for mark in marks(moved[s])}
+    return [n for s in beside for n in seen[s]], {n for n in unwritten if not taken.isdisjoint(marks(n))}
 
 
-def _place(name: str) -> str:
+def _place(name: str) -> set[str]:
     """The path that the module of a tensor stands in, without the number of an expert."""
     segments = name.split(".")[:-2]
     while segments and segments[-1].isdecimal():
         segments.pop()
-    return ".".join(segments)
+    return {".".join(segments)}
 
 
-def _part(name: str) -> str:
-    """The layer that a tensor is in (`model.layers.3`), else the first segment."""
+def _marks(name: str) -> set[str]:
+    """By what a tensor is known under another root: its layer (`model.layers.3`), the end of its name, the end of the path it stands in."""
     segments = name.split(".")
     number = next((i for i, s in enumerate(segments) if s.isdecimal()), 0)
-    return ".".join(segments[: number + 1])
+    ends = {".".join(path.split(".")[-2:]) for path in (name, *_place(name)) if "." in path}
+    return {".".join(segments[: number + 1]), *ends}
 
 
 def _mend(case: Case, found: Inferred, plain: bool, count: int) -> str:
