@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def eight_bits(tensors: Tensors) -> Tensors:
     return {n: x.to(torch.float8_e4m3fn) if "_proj" in n else x for n, x in tensors.items()}
 
 
+def fuse(tensors: Tensors) -> Tensors:
+    """Queries, keys and values of each layer in one tensor."""
+    import torch
+
+    kept = {n: x for n, x in tensors.items() if not re.search("[qkv]_proj", n)}
+    parts = "model.layers.{}.self_attn.{}_proj.weight"
+    return kept | {parts.format(i, "qkv"): torch.cat([tensors[parts.format(i, p)] for p in "qkv"]) for i in range(2)}
+
+
 def told(report: Report) -> list[tuple[str, str, str]]:
     return [(f.check, f.severity, f.blame) for f in report.findings if f.severity != "note"]
 
@@ -93,6 +103,14 @@ CASES: list[tuple[str, str, Callable[[Tensors], Tensors], dict[str, Any], list[t
      [("CK301", "error", "checkpoint")]),
     ("eight bits without a scheme", "llama", eight_bits, {},
      [("CK302", "error", "checkpoint")]),
+    ("a layer's path twice", "llama",
+     lambda t: {re.sub(r"model\.layers\.(\d+)\.", r"model.layers.\1.model.layers.\1.", n): x for n, x in t.items()}, {},
+     [("CK213", "error", "checkpoint")]),
+    ("the class of another task", "llama", lambda t: t, {"architectures": ["LlamaForSequenceClassification"]},
+     [("CK405", "error", "config")]),
+    ("a pooler that this class has not", "bert", lambda t: t | {"bert.pooler.dense.bias": t["bert.embeddings.LayerNorm.bias"].clone()}, {},
+     [("CK203", "error", "checkpoint")]),
+    ("queries, keys and values in one", "llama", fuse, {}, [("CK221", "error", "checkpoint")]),
     ("doubled prefix", "llama", rename("model.", "model.model."), {}, [("CK213", "warning", "checkpoint")]),
     ("an expert under another number", "qwen3_moe", rename("layers.1.mlp.experts.3.", "layers.1.mlp.experts.7."), {},
      [("CK211", "error", "checkpoint")]),

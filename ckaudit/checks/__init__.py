@@ -53,15 +53,16 @@ WITHOUT_ENGINE: tuple[OnFiles, ...] = (
 
 EXPLAIN: tuple[Explain, ...] = (
     # what the engine's own rules did
-    rewrites.spoiled, rewrites.never_fires, names.collisions,
+    rewrites.spoiled, rewrites.never_fires, rewrites.forgotten, names.collisions,
     # what was found on the files explains what is lost here
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
     companions.companions_here,
     # one cause for many names
-    companions.mlx_only, companions.unquantised_modules, joined.joined, classes.wrong_class, prefixes.wrong_prefix, ties.followers,
+    companions.mlx_only, companions.unquantised_modules, joined.joined, prefixes.repeated_here,
+    classes.wrong_class, prefixes.wrong_prefix, ties.followers,
     coverage.quantised_here, sizes.shapes, tensors.casts,
     companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
-    classes.whole_parts, ties.head_lost,
+    classes.whole_parts, classes.other_task, ties.head_lost,
     # one finding for what is left, kind by kind
     names.likely_renames, names.silent, names.unmatched, names.missing, names.partly, tensors.read_in_part,
     names.raises,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -71,6 +72,30 @@ def whole_parts(case: Case) -> Iterator[Finding]:
             wanted=f"{_first(gaps)}*", found="nothing stored",
         )  # fmt: skip
         case.take((), names)
+
+
+_TASKS = re.compile(
+    r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|ImageClassification|Reward\w*)$"
+)
+
+
+def other_task(case: Case) -> Iterator[Finding]:
+    """A class for a task on the weights of another task or of none: only heads lack, and only heads are left over."""
+    arch = case.plan.architecture or ""
+    lacking = [g for g, p in case.gaps.items() if p.coverage == "none"]
+    if not _TASKS.search(arch) or not lacking or len(lacking) != len(case.gaps):
+        return
+    strays = list(case.strays)
+    if any(s.isdecimal() for n in (*lacking, *strays) for s in n.split(".")):
+        return
+    left = f", and `{printable(strays[0])}` is left over" if strays else ""
+    yield case.finding(
+        WRONG_CLASS, f"{printable(arch)} has a head of its own, and nothing is stored of it: `{printable(lacking[-1])}`{left}. "
+        "It would be as initialised.", names=strays, parameters=lacking, blame="config",
+        mend="Name the class that was saved in `architectures`; or train this head first.",
+        wanted=printable(lacking[-1]), found=printable(strays[0]) if strays else "nothing stored",
+    )  # fmt: skip
+    case.take(strays, lacking)
 
 
 def _stray_parts(case: Case, strays: Iterable[str]) -> dict[str, list[str]]:

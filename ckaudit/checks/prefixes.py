@@ -168,6 +168,27 @@ def repeated(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def repeated_here(case: Case) -> Iterator[Finding]:
+    """Strays whose names repeat a run of segments, and that would be found without it: an error where an engine trips over it."""
+    lacking = {*case.gaps, *case.parts}
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, fate in case.strays.items():
+        known = fate.into or name
+        run = repeat(known) or repeat(name)
+        right = _once(known) if repeat(known) else _once(name)
+        if run is not None and right in lacking:
+            groups[".".join("#" if s.isdecimal() else s for s in run[0])][name] = right
+    for run_text, found in groups.items():
+        names = list(found)
+        if len(names) > 1 and any(s == "#" for s in run_text.split(".")):  # others are a wrong prefix like any
+            yield case.finding(
+                REPEATED, f"{len(names)} names repeat `{printable(run_text)}.` in a row, and are not found for that.", names=names,
+                severity="error", mend="Keep the first and take the others out.", wanted=printable(found[names[0]]),
+                found=printable(names[0]),
+            )  # fmt: skip
+            case.take(names, {case.parts.get(right, right) for right in found.values()})
+
+
 def _repeating(facts: Facts) -> list[str]:
     """The names in whose shape some run of segments stands twice in a row: the only ones worth a closer look."""
     return [n for text, names in facts.shapes.items() if repeat(text) is not None for n in names]
