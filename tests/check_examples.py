@@ -174,7 +174,7 @@ def ck220() -> Case:
     return source, plan(source, experts(), id=VLLM)
 
 
-def ck221() -> Case:
+def ck222() -> Case:
     split = {f"model.layers.{i}.self_attn.{p}_proj.weight": [8, 8] for i in range(3) for p in "qkv"}
     fused = {f"model.layers.{i}.self_attn.qkv_proj.weight": [24, 8] for i in range(3)}
     source = checkpoint(bf16(fused))

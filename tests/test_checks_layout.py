@@ -213,19 +213,19 @@ class TestJoined:
     def test_fused_on_disk(self) -> None:
         source = sized({n: ("BF16", s) for n, s in self.FUSED.items()})
         finding = only(source, plan(source, self.SPLIT))
-        assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK221", "error", "checkpoint", 3)
+        assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK222", "error", "checkpoint", 3)
         assert "headers cannot tell" in finding.mend
 
     def test_split_on_disk(self) -> None:
         source = sized({n: ("BF16", s) for n, s in self.SPLIT.items()})
-        assert told(source, plan(source, self.FUSED)) == [("CK221", "error", "checkpoint", 9)]
+        assert told(source, plan(source, self.FUSED)) == [("CK222", "error", "checkpoint", 9)]
 
     def test_the_engine_is_blamed_where_another_loads_them(self) -> None:
         source = sized({n: ("BF16", s) for n, s in self.SPLIT.items()})
         assert told(source, plan(source, self.FUSED), plan(source, self.SPLIT, id="toy==2")) == [
-            ("CK221", "error", "engine", 9)
+            ("CK222", "error", "engine", 9)
         ]
 
     def test_rows_that_do_not_add_up(self) -> None:
         source = sized({n: ("BF16", [10, 4]) for n in self.FUSED})
-        assert "CK221" not in {c for c, *_ in told(source, plan(source, self.SPLIT))}
+        assert "CK222" not in {c for c, *_ in told(source, plan(source, self.SPLIT))}

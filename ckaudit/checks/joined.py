@@ -1,4 +1,4 @@
-"""CK221: projections that are one tensor on disk and several in the engine (`qkv_proj`; `q_proj`, `k_proj`, `v_proj`), or the reverse."""
+"""CK222: projections that are one tensor on disk and several in the engine (`qkv_proj`; `q_proj`, `k_proj`, `v_proj`), or the reverse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckaudit.checks.case import Case, many
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, natural_key, printable
 
-JOINED = Check("CK221", "projections fused on one side and split on the other", "error")
+JOINED = Check("CK222", "projections fused on one side and split on the other", "error")
 CHECKS = (JOINED,)
 
 Shape = tuple[int, ...]
@@ -24,9 +24,9 @@ def joined(case: Case) -> Iterator[Finding]:
     lacking = _placed((g, g, p.shape) for g, p in case.gaps.items() if p.coverage == "none")
     groups: dict[tuple[bool, tuple[str, ...], tuple[str, ...]], list[Place]] = defaultdict(list)
     for place in sorted(stored.keys() & lacking.keys(), key=lambda p: natural_key(p[0])):
-        ours, theirs = stored[place], lacking[place]
-        if _add_up(ours, theirs) or _add_up(theirs, ours):
-            groups[len(ours) > len(theirs), tuple(ours), tuple(theirs)].append(place)
+        here, there = stored[place], lacking[place]
+        if _add_up(here, there) or _add_up(there, here):
+            groups[len(here) > len(there), tuple(here), tuple(there)].append(place)
     for (split, ours, theirs), places in sorted(groups.items()):
         names = [name for place in places for name, _ in stored[place].values()]
         parameters = [name for place in places for name, _ in lacking[place].values()]
