@@ -181,6 +181,13 @@ def ck222() -> Case:
     return source, transformers(source, split)
 
 
+def ck221() -> Case:
+    source = checkpoint(QKV)
+    text = "MiniForCausalLM declares that qkv_proj is made of q_proj and k_proj and v_proj, and no rule of its loader does that"
+    made = mapped(source, (), FUSED, "attn", id=VLLM)
+    return source, msgspec.structs.replace(made, notes=(Note("packed-unmapped", text, tuple(QKV)),))
+
+
 def ck301() -> Case:
     source = checkpoint(bf16(shapes() | {"model.layers.2.mlp.up_proj.weight": [24, 8]}), CONFIG | SIZES)
     return source, transformers(source, shapes())

@@ -1,10 +1,10 @@
-"""CK201, CK202, CK208, CK217: names that an engine's own rules spoil, told step by step from the trace."""
+"""CK201, CK202, CK208, CK217, CK221: names that an engine's own rules spoil, told step by step from the trace."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ckaudit.checks.case import Case
 from ckaudit.checks.facts import shape
@@ -16,7 +16,8 @@ CASCADE = Check("CK201", "cascading substitution", "error")
 NEVER = Check("CK202", "rule that can never fire where it sits", "error")
 TWICE = Check("CK208", "rule applied to its own result", "error")
 SPOILS = Check("CK217", "rule that spoils a right name", "error")
-CHECKS = (CASCADE, NEVER, TWICE, SPOILS)
+FORGOTTEN = Check("CK221", "declared fused, and no rule fuses it", "error")
+CHECKS = (CASCADE, NEVER, TWICE, SPOILS, FORGOTTEN)
 
 
 def spoiled(case: Case) -> Iterator[Finding]:
@@ -37,12 +38,19 @@ def spoiled(case: Case) -> Iterator[Finding]:
 
 
 def _spoiling(chain: tuple[Step, ...], targets: set[str]) -> tuple[Check, int] | None:
+    """The check and the step that spoiled a name: it was right just before, else it would have been at the end without that step."""
+    return _step(chain, targets, _before) or _step(chain, targets, _without)
+
+
+def _step(
+    chain: tuple[Step, ...], targets: set[str], right: Callable[[tuple[Step, ...], int], str]
+) -> tuple[Check, int] | None:
     for i, step in enumerate(chain):
         if step.after is None or step.after == step.before:
             continue
         before = chain[i - 1] if i and chain[i - 1].at == step.at and chain[i - 1].after == step.before else None
         cascades = before is not None and _overlaps(before, step)
-        if _full(step.at, step.before) in targets:
+        if right(chain, i) in targets:
             if any((s.rule, s.key) == (step.rule, step.key) for s in chain[:i]):
                 return TWICE, i
             return (CASCADE if cascades or _own_result(step) else SPOILS), i
@@ -75,7 +83,7 @@ def _told(case: Case, check: Check, members: list[tuple[NameFate, int]]) -> Find
         if shards and step.shard
         else ""
     )
-    right = {_full(f.chain[j].at, f.chain[j].before) for f, j in members}
+    right = {way(f.chain, j) for f, j in members for way in (_before, _without)}
     instead = case.use_instead(names)
     mend = f"{instead}; or l" if instead else "L"
     mend += (
@@ -96,6 +104,28 @@ def _example(members: list[tuple[NameFate, int]]) -> tuple[NameFate, int]:
     weights = [m for m in members if m[0].name.endswith("weight")] or members
     last = max(shape(f.name) for f, _ in weights)
     return next(m for m in weights if shape(m[0].name) == last)
+
+
+def _before(chain: tuple[Step, ...], i: int) -> str:
+    """The name as it was before a step."""
+    return _full(chain[i].at, chain[i].before)
+
+
+def _without(chain: tuple[Step, ...], i: int) -> str:
+    """The name as it would be without a step, once the later ones of the same mapper had fired."""
+    step = chain[i]
+    rest = step.before
+    for later in chain[i + 1 :]:
+        if later.at != step.at or later.after is None or later.rule == "regex":
+            break
+        start, stop = _span(later)
+        key, tail = later.before[start:stop], len(later.before) - stop
+        to = later.after[start : len(later.after) - tail]
+        fires = {"prefix": rest.startswith(key), "suffix": rest.endswith(key)}.get(later.rule, key in rest)
+        if fires:
+            at = rest.rfind(key) if later.rule == "suffix" else rest.find(key)
+            rest = rest[:at] + to + rest[at + len(key) :]
+    return _full(step.at, rest)
 
 
 def _full(at: str, local: str) -> str:
@@ -175,3 +205,27 @@ def never_fires(case: Case) -> Iterator[Finding]:
             wanted=f"{keys_used[0]} in a whole name", found=f"{keys_used[0][1:]} at the beginning of a stripped one",
         )  # fmt: skip
         case.take(names, gaps)
+
+
+def forgotten(case: Case) -> Iterator[Finding]:
+    """Strays that a class declares to be parts of a fused module which stands where they were looked up, and that no rule put there."""
+    for note in case.plan.notes:
+        names = [n for n in note.names if n in case.strays] if note.kind == "packed-unmapped" else []
+        if not names:
+            continue
+        places = {(case.strays[n].into or n).rpartition(".")[0] for n in names}
+        gaps = [g for g in case.gaps if any(_beside(g, place) for place in places)]
+        instead = case.use_instead(names)
+        mend = f"{instead}; or l" if instead else "L"
+        yield case.finding(
+            FORGOTTEN, f"{note.text}: `{printable(case.strays[names[0]].into or names[0])}` finds no parameter.", names=names,
+            blame="engine", wanted="a rule for every declared part", found="none there",
+            mend=f"{mend}et the engine's mapper fuse what packed_modules_mapping declares.",
+        )  # fmt: skip
+        case.take(names, gaps)
+
+
+def _beside(parameter: str, place: str) -> bool:
+    """Whether a parameter's module and a place, or what holds that, have one parent."""
+    parent = parameter.rpartition(".")[0].rpartition(".")[0]
+    return parent in (place, place.rpartition(".")[0])

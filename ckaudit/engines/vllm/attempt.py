@@ -14,6 +14,7 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm import platform, stubs
 from ckaudit.engines.vllm.coverage import Result
 from ckaudit.engines.vllm.files import Shards, dtype_of
+from ckaudit.engines.vllm.packing import Declared, declared
 from ckaudit.engines.vllm.provenance import Provenance
 from ckaudit.engines.vllm.rulewatch import RuleWatch
 from ckaudit.engines.vllm.values import NoValues
@@ -52,6 +53,7 @@ class Attempt(NamedTuple):
     """Parameters that the constructor made as zeros."""
     opened: tuple[str, ...]
     """The files that the release chose to read."""
+    packed: tuple[Declared, ...]
 
 
 def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Callable[[str], bytes],
@@ -86,7 +88,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     parameters = [(name, tensor) for name, tensor, _ in held(model)]
     return Attempt(type(model).__name__, raised, observer.result(parameters, beside(model)), tuple(order),
                    frozenset(claims[0]) if claims and claims[0] is not None else None, rules, observer.shards, layout,
-                   observer.looked_at, frozenset(observer.zeros), tuple(shards.opened))  # fmt: skip
+                   observer.looked_at, frozenset(observer.zeros), tuple(shards.opened), declared(model))  # fmt: skip
 
 
 def build(config: Any, observer: Provenance, model_config: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.vllm import packing
 from ckaudit.engines.vllm.attempt import Attempt, Raised
 from ckaudit.engines.vllm.coverage import ParameterCoverage
 from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
@@ -35,7 +36,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         for p in (_parameter(n, c, last, config) for n, c in last.result.parameters.items())
         if not (p.buffer and p.coverage == "none" and p.by_design)  # what no checkpoint is asked for is not worth a row
     )
-    return msgspec.structs.replace(
+    seen = msgspec.structs.replace(
         plan,
         architecture=last.architecture,
         not_judged=not_judged,
@@ -49,6 +50,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         notes=tuple(_notes(story)),
         unjudged=_unjudged(last, config),
     )
+    return msgspec.structs.replace(seen, notes=(*seen.notes, *packing.notes(seen, last.packed)))
 
 
 def _failures(story: Story) -> list[Failure]:

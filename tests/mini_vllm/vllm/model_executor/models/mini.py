@@ -1,5 +1,7 @@
 """A decoder with fused q, k and v, and variants of it that load in ways that an observer must not misread."""
 
+from typing import ClassVar
+
 import torch
 from scipy.optimize import missing_in_every_environment  # noqa: F401  (an import that loading does not need)
 from torch import nn
@@ -267,3 +269,32 @@ class TaperedForCausalLM(MiniForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.layers[1].o_proj = Linear(HIDDEN // 2, HIDDEN)
+
+
+class DeclaredForCausalLM(MiniForCausalLM):
+    """Says what its fused module is made of, and does it."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+class ForgotForCausalLM(DeclaredForCausalLM):
+    """Says so, and has lost the rule for one part."""
+
+    mapper = WeightsMapper(
+        orig_to_new_stacked={".q_proj": (".qkv_proj", "q"), ".v_proj": (".qkv_proj", "v")},
+        orig_to_new_prefix={"model.": ""},
+    )
+
+
+class ShyForCausalLM(MiniForCausalLM):
+    """Fuses one part more than it says."""
+
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj"]}
+
+
+class WideForCausalLM(DeclaredForCausalLM):
+    """A rule that was made for the layers and reaches the encoder, whose query is a module of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.encoder = nn.ModuleDict({"q_proj": Linear(HIDDEN, HIDDEN)})
