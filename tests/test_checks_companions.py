@@ -380,3 +380,14 @@ class TestIgnoreList:
     )
     def test_entries_that_match_or_are_for_what_is_not_stored(self, ignore: list[str]) -> None:
         assert self.entries(ignore) == []
+
+    def test_names_of_fused_modules(self) -> None:
+        # engines that fuse q, k and v go by the fused name too
+        method, leaves = SCHEMES["packed"]
+        dense = {f"model.layers.{i}.self_attn.{x}_proj.weight": W for i in range(3) for x in "qkv"}
+        fused = [f"model.layers.{i}.self_attn.qkv_proj" for i in range(3)]
+        assert told(checkpoint(quantised(leaves) | dense, config(method | {"ignore": fused}))) == []
+        wrong = [n.replace("model.", "llm.") for n in fused]
+        assert told(checkpoint(quantised(leaves) | dense, config(method | {"ignore": wrong}))) == [
+            ("CK307", "warning", "config", 3)
+        ]

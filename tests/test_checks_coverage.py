@@ -154,9 +154,34 @@ class TestEngine:
         return quantised(LEAVES) | {f"{self.TOWER.format(i)}.weight": W for i in range(3)}
 
     def test_in_the_ignore_list(self) -> None:
-        source = checkpoint(self.tensors(), config(METHOD | {"ignore": ["vision"]}))
+        source = checkpoint(self.tensors(), config({"quant_method": "modelopt", "ignore": ["vision"]}))
         finding = only(source, plan(source, self.parameters(self.TOWER), raises=True))
         assert (finding.check, finding.severity, finding.blame, finding.count) == ("CK307", "error", "engine", 3)
+
+    @pytest.mark.parametrize(
+        ("entry", "blame"),
+        [("vision", "config"), ("vision.layers", "config"), ("re:vision.*", "engine"), ("re:.*fc1", "engine")],
+    )
+    def test_what_compressed_tensors_reads_as_an_entry(self, entry: str, blame: str) -> None:
+        # its own matching (compressed_tensors/utils/match.py) knows whole names and `re:`, no parts of a path
+        source = checkpoint(self.tensors(), config(METHOD | {"ignore": [entry]}))
+        finding = only(source, plan(source, self.parameters(self.TOWER), raises=True))
+        assert (finding.check, finding.blame, finding.count) == ("CK307", blame, 3)
+
+    @pytest.mark.parametrize(("ignore", "check"), [([], "CK308"), (["re:.*_attn.*"], "CK307")])
+    def test_parts_of_a_module_that_is_built_quantised(self, ignore: list[str], check: str) -> None:
+        # q, k and v are plain in every layer, so nothing shows where the engine would have put them but the name of the fused module
+        parts = {f"model.layers.{i}.self_attn.{x}_proj.weight": W for i in range(3) for x in "qkv"}
+        source = checkpoint(quantised(LEAVES) | parts, config(METHOD | {"ignore": ignore}))
+        fused = [f"model.layers.{i}.self_attn.qkv_proj.{leaf}" for i in range(3) for leaf in LEAVES]
+        finding = only(source, plan(source, [*quantised(LEAVES), *fused]))
+        assert (finding.check, finding.count) == (check, 9)
+
+    def test_parts_beside_another_module_that_lacks_its_companions(self) -> None:
+        parts = {f"model.layers.{i}.self_attn.{x}_proj.weight": W for i in range(3) for x in "qkv"}
+        source = checkpoint(quantised(LEAVES) | parts, config(METHOD))
+        other = [f"model.layers.{i}.self_attn.gate.{leaf}" for i in range(3) for leaf in LEAVES]
+        assert {c for c, *_ in told(source, plan(source, [*quantised(LEAVES), *other]))} == {"CK203", "CK204"}
 
     def test_not_in_it(self) -> None:
         source = checkpoint(self.tensors(), config(METHOD))

@@ -9,7 +9,7 @@ from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.companions import listed
 from ckaudit.checks.facts import Facts, shape, split
 from ckaudit.checks.homes import Homes
-from ckaudit.checks.quantisation import IGNORE_LIST, declared, ignored_by, misnamed, targeted
+from ckaudit.checks.quantisation import IGNORE_LIST, JOINED, declared, ignored_by, misnamed, targeted
 from ckaudit.checks.quantisers import FULL, TAIL, recognised
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
@@ -122,8 +122,10 @@ def _lacks(case: Case, homes: Homes, name: str, lacking: list[str]) -> list[str]
     if homes.of(module):
         found = [g for g, _ in homes.among(lacking, module)]
         return [*found, *(g for g, leaf in homes.among(case.gaps, module) if found and leaf == "weight")]
-    known = {module, (_into(case, name) or name).removesuffix(".weight")}
-    return [g for g in lacking if split(g)[0] in known]
+    stem, _, leaf = module.rpartition(".")
+    known = {module, (_into(case, name) or name).removesuffix(".weight"), f"{stem}.{JOINED.get(leaf, leaf)}"}
+    inside = [g for g in lacking if split(g)[0] in known]
+    return [*inside, *(g for g in case.gaps if inside and g.removesuffix(".weight") in known)]
 
 
 def _into(case: Case, name: str) -> str | None:
@@ -142,6 +144,19 @@ def _lost_entry(case: Case, names: list[str]) -> Finding:
         if chain and moved != right
         else f"it looks for `{printable(right)}` in the list"
     )
+    config = declared(case.facts)
+    if (
+        config.get("quant_method") == "compressed-tensors"
+        and not entry.startswith("re:")
+        and entry.count(".") < module.count(".")
+    ):
+        return case.finding(
+            IGNORE_LIST,
+            f"{many(len(names), 'plain weight')} meant by `{printable(entry)}` in the ignore list: compressed-tensors takes whole names "
+            "of modules, or `re:` and a pattern.",
+            names=names, severity="error", blame="config", wanted=printable(module), found=printable(entry),
+            mend=f"Write `re:.*{printable(entry)}.*`, or each module.",
+        )  # fmt: skip
     return case.finding(
         IGNORE_LIST,
         f"{many(len(names), 'plain weight')} in the ignore list (`{printable(entry)}`), and this engine builds their modules quantised: "

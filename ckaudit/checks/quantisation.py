@@ -48,14 +48,15 @@ def elsewhere(facts: Facts) -> str | None:
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "query_key_value": ("query", "key", "value"),
 }  # fmt: skip
-_JOINED = {part: fused for fused, parts in _FUSED.items() for part in parts}
+JOINED = {part: fused for fused, parts in _FUSED.items() for part in parts}
+"""Names of modules, and of those that engines make of several of them."""
 
 
 def ignored_by(config: dict[str, Any], module: str) -> str | None:
     """The entry of the config's ignore list that exempts `module`, by its own name or, of a fused module, by that of all or one part;
     None when none does."""
     stem, _, leaf = module.rpartition(".")
-    known = [leaf, *_FUSED.get(leaf, ()), *([_JOINED[leaf]] if leaf in _JOINED else [])]
+    known = [leaf, *_FUSED.get(leaf, ()), *([JOINED[leaf]] if leaf in JOINED else [])]
     names = [f"{stem}.{n}" if stem else n for n in known]
     entries = _sorted_out(tuple(_ignore_list(config)))
     return next((e for n in names if (e := entries.named(n)) is not None), None) or next(
@@ -203,6 +204,11 @@ def misnamed(facts: Facts) -> tuple[int, Inferred | None]:
     if not entries:
         return 0, None
     modules = {m for group in facts.modules.values() for m in group}
+    for stem, _, leaf in [
+        m.rpartition(".") for m in modules
+    ]:  # engines know a list by the names of their fused modules too
+        if leaf in JOINED and stem:
+            modules.add(f"{stem}.{JOINED[leaf]}")
     parts = {m[: i.start()] for m in modules for i in re.finditer(r"\.", m)}
     idle = [e for e in entries if e not in modules and e not in parts]
     found = infer_rename(idle, modules | parts) if idle else None
