@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ckaudit.checkpoint import read_checkpoint
 from ckaudit.engines import EngineOptions, select
@@ -205,3 +206,34 @@ class TestFusedParameters:
 
     def test_a_part_that_is_not_there_stays_missing(self) -> None:
         assert [f[:3] for f in self.by_book("llama-missing-tensor")] == [("CK205", "error", 1)]
+
+    def test_an_error_that_tells_of_the_module_alone(self) -> None:
+        """vLLM stops at the first segment that it does not know, and names that."""
+        wrapped = [re.sub(r"(layers\.\d+)\.", r"\1._fsdp_wrapped_module.", n) for n in LLAMA]
+        source = checkpoint(wrapped)
+        made = plan(source, LLAMA, id="vllm==1")
+        short = tuple(
+            structs.replace(n, into=n.name.partition("._fsdp")[0] + "._fsdp_wrapped_module") if "_fsdp" in n.name else n
+            for n in made.names
+        )
+        finding = only(source, structs.replace(made, names=short))
+        assert (finding.check, finding.count) == ("CK209", sum("_fsdp" in n for n in wrapped))
+        assert finding.mend.startswith("Take `_fsdp_wrapped_module.` out of the names")
+
+    def test_experts_that_are_stacked(self) -> None:
+        experts = [
+            f"model.layers.{i}.moe.experts.{e}.{p}_proj.weight"
+            for i in range(3)
+            for e in range(4)
+            for p in ("gate", "up", "down")
+        ]
+        source = checkpoint(experts)
+        stacked = {f"model.layers.{i}.mlp.experts.{w}_weight": [4, 2, 2] for i in range(3) for w in ("w13", "w2")}
+        finding = only(source, plan(source, stacked, id="vllm==1"))
+        assert (finding.check, finding.count, finding.wanted) == (
+            "CK209",
+            36,
+            "model.layers.0.mlp.experts.0.gate_proj.weight",
+        )
+        other = checkpoint([n.replace(".moe.experts.", ".moe.shared.") for n in experts])  # no likeness of paths
+        assert "CK209" not in {f.check for f in findings(other, plan(other, stacked, id="vllm==1"))}

@@ -143,7 +143,9 @@ def _once(found: list[Finding], engines: set[str]) -> list[Finding]:
 
 
 def _cause(finding: Finding) -> tuple[object, ...]:
-    return finding.check, finding.severity, finding.blame, finding.names
+    # Engines name what a layer holds differently: there the layers are what is told.
+    names = finding.names if finding.check != "CK210" else (finding.message,)
+    return finding.check, finding.severity, finding.blame, names
 
 
 _REFUTABLE = frozenset({"CK210", "CK216", "CK305"})

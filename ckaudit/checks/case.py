@@ -15,6 +15,7 @@ from ckaudit.renames import Inferred, infer_rename
 
 _PARTS = {".qkv_proj": (".q_proj", ".k_proj", ".v_proj"), ".gate_up_proj": (".gate_proj", ".up_proj")}
 """What nearly every model of vLLM fuses, for loaders that did not come as far as their rules."""
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 class Case:
@@ -91,6 +92,8 @@ class Case:
             for key, to in rules:
                 if to in parameter.name and key not in written:
                     found[re.sub(rf"{re.escape(to)}(?=\.|$)", key, parameter.name)] = parameter.name
+            if "experts" in parameter.name and parameter.shape:
+                found |= _single_experts(parameter.name, parameter.shape[0])
         return {part: name for part, name in found.items() if part != name}
 
     def _experts(self) -> dict[str, str]:
@@ -174,11 +177,20 @@ class Case:
         return {p.name: p for p in self.plan.parameters}
 
 
+def _single_experts(parameter: str, count: int) -> dict[str, str]:
+    """The names that single experts have in most models, for what vLLM stacks them into."""
+    path, _, rest = parameter.partition(".experts.")
+    leaf = rest.rpartition(".")[2]
+    return {f"{path}.experts.{i}.{p}.weight": parameter for p in _EXPERTS.get(leaf, ()) for i in range(count)}
+
+
 def _looked_up(fate: NameFate) -> str:
-    """The name that a stray was last looked up by, with its leaf, where vLLM's error tells of the module alone."""
-    into = fate.into or fate.name
-    module, _, leaf = fate.name.rpartition(".")
-    return f"{into}.{leaf}" if module and into.rpartition(".")[2] == module.rpartition(".")[2] else into
+    """The name that a stray was last looked up by, whole: vLLM's error tells of the module at which it stopped."""
+    into, segments = (fate.into or fate.name), fate.name.split(".")
+    last = into.split(".")[-2:]
+    places = (i for i in range(len(segments)) if segments[max(0, i - len(last) + 1) : i + 1] == last)
+    at = next(places, len(segments) - 1)
+    return ".".join((into, *segments[at + 1 :]))
 
 
 Explain = Callable[[Case], Iterator[Finding]]

@@ -301,7 +301,7 @@ def raises(case: Case) -> Iterator[Finding]:
 
 def _explained(case: Case, failure: Failure) -> bool:
     """Whether an error that is about no tensor names parameters alone whose absence was told."""
-    if failure.names or failure.parameter is not None or not case.in_error:
+    if failure.names or not case.in_error:
         return False
     unwritten = {p.name for p in case.plan.parameters if p.coverage != "full"}
     named = unwritten.intersection(re.findall(r"'([^']+)'", failure.message))

@@ -34,7 +34,7 @@ class Cause(msgspec.Struct, frozen=True):
 def shapes(case: Case) -> Iterator[Finding]:
     """Tensors whose shape is not their parameter's. When one number of the config accounts for it, that number is the finding."""
     left = [m for m in case.mismatches if m.kind == "shape"]
-    for explain in (_width, _head_width, _heads):
+    for explain in (_vocabulary, _width, _head_width, _heads):
         for cause in list(explain(case.facts, left)):
             if not _others_fit(case, [n for m in cause.members for n in m.names]):
                 yield _contradiction(case, cause)
@@ -119,12 +119,24 @@ def _in_step(mismatch: Mismatch, said: int, held: int) -> bool:
     return bool(pairs) and all(w * held == f * said for w, f in pairs)
 
 
+_ROWS = re.compile(r"(^|[._])(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head|embed_out)\.(weight|bias)$")
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim")
 _QUERIES = re.compile(r"(^|[._])(q|o|query|out)(_proj)?\.(weight|bias)$")
 _KEYS = re.compile(r"(^|[._])(k|v|key|value|kv)(_proj)?\.(weight|bias)$")
 _NORMS = re.compile(r"(^|[._])(q_norm|k_norm)\.weight$")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _Q_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+def _vocabulary(facts: Facts, left: list[Mismatch]) -> Iterator[Cause]:
+    """The size of the vocabulary, which vLLM pads to a multiple of 64."""
+    members = tuple(_named(left, _ROWS))
+    pairs = {p for m in members for p in _differing(m)}
+    for key, said in facts.values(("vocab_size",)).items() if len(pairs) == 1 else ():
+        wanted, found = next(iter(pairs))
+        if wanted in (said, -(-said // 64) * 64) and found != said:
+            yield Cause(key, said, found, members)
+            return
 
 
 def _width(facts: Facts, left: list[Mismatch]) -> Iterator[Cause]:
