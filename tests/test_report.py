@@ -259,6 +259,30 @@ def test_an_empty_report_renders() -> None:
     assert "not judged" in terminal.render(empty)
 
 
+def test_without_a_tensor_all_that_is_open_is_told_in_one_line() -> None:
+    many = tuple(Skip(f"CK{n}", f"reason {n}") for n in range(301, 310))
+    nothing = report(plans=(), findings=(), skips=many, target=target(tensors=0))
+    assert "no tensor could be read  9 checks" in terminal.render(nothing)
+    assert "reason 305" not in terminal.render(nothing)
+    assert "reason 305" in terminal.render(nothing, verbose=True)
+    assert "reason 305" in terminal.render(report(plans=(), findings=(), skips=many))
+
+
+def test_engines_without_a_verdict_share_a_line() -> None:
+    plans = (unjudged(), unjudged(id="vllm==1", not_judged="no room"))
+    skips = tuple(Skip("CK203", p.not_judged or "", p.id) for p in plans)
+    out = terminal.render(report(plans=plans, skips=skips))
+    assert f"{plans[0].id}, vllm==1: no verdict, see above  CK203" in out
+
+
+@pytest.mark.parametrize("width", [40, 60, 70, 80, 100])
+def test_the_last_line_breaks_before_the_exit_code_or_not_at_all(width: int) -> None:
+    lines = terminal.render(report(), width=width).splitlines()
+    end = next(line for line in reversed(lines) if "exit 1" in line)
+    assert end.endswith("exit 1: findings at or above error")
+    assert max(map(len, lines[-2:])) <= width
+
+
 def test_a_partly_read_parameter_without_share_renders() -> None:
     plan = cascade(parameters=(Parameter(name="qkv_proj.weight", coverage="partial"),))
     assert "partly written" in explain.render(report(plans=(plan,)), "qkv_proj.weight")

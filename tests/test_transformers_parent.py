@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckaudit.checkpoint import Checkpoint, TensorSpec
 from ckaudit.engines import EngineOptions
 from ckaudit.engines import transformers as engine_module
 from ckaudit.engines.cache import PlanCache
+from ckaudit.engines.limits import beyond_reason
 from ckaudit.engines.transformers import TransformersEngine, select
 from ckaudit.progress import NullProgress
 
@@ -90,3 +93,41 @@ def test_the_parent_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 10**30},
+        {"text_config": {"n_layer": 10**9}},
+        {"num_experts": 2_000_000},
+        {"depths": [2, 2, 10**12]},
+        {"num_labels": 10**10},
+        {"encoder_layers": 1 << 40_000},
+    ],
+)
+def test_a_model_of_more_layers_than_anyone_builds_is_not_built(config: dict[str, object], tmp_path: Path) -> None:
+    source = msgspec.structs.replace(checkpoint({"a": (1,)}), config=config)
+    began = time.perf_counter()
+    plan = TransformersEngine(PlanCache(tmp_path)).plan(source, EngineOptions(), NullProgress())
+    assert time.perf_counter() - began < 5, "no worker was asked"
+    assert plan.not_judged is not None
+    assert "a model of so many is not built" in plan.not_judged
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {"num_hidden_layers": 100_000, "num_labels": 21_841, "n_layer": -1, "num_experts": None, "depth": True},
+        {"vocab_size": 10**30, "eos_token_id": 10**12, "num_hidden_layers_note": "10" * 40, "hidden_size": 10**30},
+        {"id2label": {"layers": "many"}, "layer_types": ["full"] * 9},
+    ],
+)
+def test_numbers_that_end_soon_are_left_to_the_loader(config: dict[str, object] | None) -> None:
+    assert beyond_reason(config, 21) is None
+
+
+def test_as_many_layers_as_there_are_tensors_may_be_built() -> None:
+    assert beyond_reason({"num_hidden_layers": 300_000}, 300_000) is None
+    assert beyond_reason({"num_hidden_layers": 300_000}, 299_999) is not None

@@ -82,6 +82,13 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
         """How many tensors there are of each dtype, shape and number of bytes."""
         return Counter(map(attrgetter("dtype", "shape", "nbytes"), self.tensors.values()))
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor by name, where known."""
+        found = dict(zip(self.tensors, map(attrgetter("nbytes"), self.tensors.values()), strict=True))
+        known = all(nbytes is not None for _, _, nbytes in self.kinds)
+        return found if known else {name: nbytes for name, nbytes in found.items() if nbytes is not None}
+
     @property
     def index_only(self) -> bool:
         """Whether names come from the index alone, because no shard header could be read."""

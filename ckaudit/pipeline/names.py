@@ -84,14 +84,13 @@ def audit(
     findings, skips = checks.run(checkpoint, plans, tp)
     plans = refused(plans, findings, checkpoint)
     findings = (*bytes_found, *findings)
-    sizes = {t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None}
     if suppressions is not None:
-        findings = _suppressed(findings, suppressions, checkpoint, sizes, progress)
+        findings = _suppressed(findings, suppressions, checkpoint, checkpoint.sizes, progress)
     return Report(
         target=describe(checkpoint),
         plans=plans,
         requested=frozenset(e.id for e in asked or ()),
-        sizes=sizes,
+        sizes=checkpoint.sizes,
         findings=ordered(findings, [p.id for p in plans]),
         skips=(*skipped, *skips, *bytes_skipped, *checks.headers_alone(checkpoint)),
         quantisation=schemes.table(checkpoint, plans),
@@ -138,7 +137,7 @@ def _audit_adapter(
     findings, skips = checks.run(adapter, laid, bindings, asked=asked is not None)
     return Report(
         target=describe(checkpoint), plans=plans, requested=frozenset(e.id for e in asked or ()),
-        sizes={t.name: t.nbytes for t in checkpoint.tensors.values() if t.nbytes is not None},
+        sizes=checkpoint.sizes,
         findings=ordered(findings, [p.id for p in plans]), skips=(*skipped, *skips),
         adapter=binding.summary(adapter, laid, bindings),
     )  # fmt: skip

@@ -42,6 +42,7 @@ from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import EngineOptions, Job
 from ckaudit.engines.cache import PlanCache, key
 from ckaudit.engines.host import WorkerHost, unjudged
+from ckaudit.engines.limits import beyond_reason
 from ckaudit.plan import Plan
 from ckaudit.progress import Progress
 
@@ -98,7 +99,7 @@ class TransformersEngine:
             tensors=tuple(checkpoint.tensors.values()),
             index_only=checkpoint.index_only,
         )
-        if (reason := _unusable(versions)) is not None:
+        if (reason := _unusable(versions) or beyond_reason(checkpoint.config, len(checkpoint.tensors))) is not None:
             return _finished(unjudged(job, reason), job)
         name = key(job, versions, Path(__file__).parent.glob("*.py"))
         plan = self._cache.get(name) if options.cache else None

@@ -55,7 +55,7 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
     if not quiet:
         yield from quantisation(report.quantisation, verbose=verbose)
         yield from findings(report, verbose=verbose)
-        yield from skips(report)
+        yield from skips(report, verbose=verbose)
         if verbose:
             for plan in report.plans:
                 yield from details(plan)
@@ -63,7 +63,7 @@ def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bo
         for plan in report.plans:
             yield from every_name(plan)
     yield ""
-    yield _summary(report)
+    yield _summary(report, width)
 
 
 def render_load(
@@ -81,8 +81,8 @@ def render_load(
     if report.load is not None:
         parts += ["", *load(report.load, report.forward, () if quiet else layers, verbose=verbose)]
     if not quiet:
-        parts += [*findings(report, verbose=verbose), *skips(report)]
-    return text([*parts, "", _summary(report)], width=width, colour=colour)
+        parts += [*findings(report, verbose=verbose), *skips(report, verbose=verbose)]
+    return text([*parts, "", _summary(report, width)], width=width, colour=colour)
 
 
 def render_perplexity(
@@ -93,8 +93,8 @@ def render_perplexity(
     parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
     parts += perplexity(report.perplexity, verbose=verbose)
     if not quiet:
-        parts += [*findings(report, verbose=verbose), *skips(report)]
-    return text([*parts, "", _summary(report)], width=width, colour=colour)
+        parts += [*findings(report, verbose=verbose), *skips(report, verbose=verbose)]
+    return text([*parts, "", _summary(report, width)], width=width, colour=colour)
 
 
 def render_diff(
@@ -105,8 +105,8 @@ def render_diff(
     if report.diff is not None:
         parts += diff(report.diff, report, quiet=quiet, verbose=verbose)
     if not quiet:
-        parts += [*findings(report, verbose=verbose), *skips(report)]
-    return text([*parts, "", _summary(report)], width=width, colour=colour)
+        parts += [*findings(report, verbose=verbose), *skips(report, verbose=verbose)]
+    return text([*parts, "", _summary(report, width)], width=width, colour=colour)
 
 
 def _header(report: Report) -> Iterator[RenderableType]:
@@ -127,7 +127,7 @@ def _header(report: Report) -> Iterator[RenderableType]:
     yield Text(" · ".join(facts), style="dim")
 
 
-def _summary(report: Report) -> Text:
+def _summary(report: Report, width: int) -> Text:
     s = report.summary
     code = report.exit_code
     line = counts(s.errors, s.warnings, s.notes, s.skips)
@@ -136,4 +136,6 @@ def _summary(report: Report) -> Text:
     meaning = _EXITS[code] if code == 3 else f"{_EXITS[code]} {report.fail_on}"
     if code == 0 and report.fail_on == "never":
         meaning = "findings never fail"
-    return line.append(f"  exit {code}: {meaning}", style="dim")
+    code_and_meaning = f"exit {code}: {meaning}"
+    fits = line.cell_len + 2 + len(code_and_meaning) <= width
+    return line.append(f"  {code_and_meaning}" if fits else f"\n{code_and_meaning}", style="dim")

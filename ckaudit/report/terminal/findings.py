@@ -17,7 +17,10 @@ from ckaudit.report.terminal.layout import SEVERITIES, clip, folded, grid, label
 def findings(report: Report, *, verbose: bool) -> Iterator[RenderableType]:
     """Every standing finding, and with `verbose` the suppressed ones."""
     plans = {p.id: p for p in report.plans}
-    tensors = {n.name for p in report.plans for n in p.names} | report.sizes.keys()
+    first = {f.names[0] for f in report.findings if f.names}
+    tensors = first & report.sizes.keys()
+    if first != tensors:  # of an index without shards no size is known
+        tensors |= {n.name for p in report.plans for n in p.names if n.name in first}
     yield from listing(report.findings if verbose else report.standing, plans, tensors, verbose=verbose)
 
 
@@ -105,8 +108,16 @@ def _rule(step: Step) -> str:
     return f"{safe(step.rule)} '{prose(step.key).plain}' in {safe(step.at) or 'the model'}{shard}"
 
 
-def skips(report: Report) -> Iterator[RenderableType]:
-    """What was not judged: the reason, then the checks that it leaves open."""
+def skips(report: Report, *, verbose: bool = False) -> Iterator[RenderableType]:
+    """What was not judged: the reason, then the checks that it leaves open. Where there is no tensor at all, that is reason enough."""
+    if report.skips and not report.target.tensors and not verbose:
+        yield ""
+        yield Text("? not judged", style="bold magenta")
+        line = Text("no tensor could be read", overflow="fold")
+        yield Padding(
+            line.append(f"  {many(len(report.skips), 'check')} (--verbose lists them)", style="dim"), (0, 0, 0, 2)
+        )
+        return
     yield from unjudged(report.skips, {p.id: p.not_judged for p in report.plans})
 
 
@@ -118,13 +129,17 @@ def unjudged(skipped: Sequence[Skip], told: Mapping[str, str | None]) -> Iterato
     if reasons:
         yield ""
         yield Text("? not judged", style="bold magenta")
+    lines: dict[tuple[str, str], list[str]] = {}
     for (engine, reason), checks in reasons.items():
-        line = Text(overflow="fold")
-        if engine is not None:
-            line.append(f"{safe(engine)}: ", style="dim")
         known = engine is not None and told.get(engine) == reason
-        line.append_text(Text("no verdict, see above") if known else clip(reason, verbose=False))
-        yield Padding(line.append(f"  {ranges(checks)}", style="dim"), (0, 0, 0, 2))
+        engines = lines.setdefault(("" if known else reason, ranges(checks)), [])
+        engines += [engine] if engine is not None else []
+    for (reason, ids), engines in lines.items():
+        line = Text(overflow="fold")
+        if engines:
+            line.append(f"{', '.join(map(safe, engines))}: ", style="dim")
+        line.append_text(clip(reason, verbose=False) if reason else Text("no verdict, see above"))
+        yield Padding(line.append(f"  {ids}", style="dim"), (0, 0, 0, 2))
 
 
 def ranges(ids: Iterable[str]) -> str:
