@@ -52,6 +52,8 @@ WITHOUT_ENGINE: tuple[OnFiles, ...] = (
 """What an engine knows better; told from the files where none could be judged."""
 
 EXPLAIN: tuple[Explain, ...] = (
+    # an ignore list that the engine does not go by looks like a rule that it lacks
+    coverage.quantised_here,
     # what the engine's own rules did
     rewrites.spoiled, rewrites.never_fires, rewrites.forgotten, names.collisions,
     # what was found on the files explains what is lost here
@@ -60,7 +62,7 @@ EXPLAIN: tuple[Explain, ...] = (
     # one cause for many names
     companions.mlx_only, companions.unquantised_modules, joined.joined, prefixes.repeated_here,
     classes.wrong_class, prefixes.wrong_prefix, ties.followers,
-    coverage.quantised_here, sizes.shapes, tensors.casts,
+    sizes.shapes, tensors.casts,
     companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
     classes.whole_parts, classes.other_task, ties.head_lost,
     # one finding for what is left, kind by kind
