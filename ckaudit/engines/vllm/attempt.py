@@ -14,6 +14,7 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm import platform, stubs
 from ckaudit.engines.vllm.coverage import Result
 from ckaudit.engines.vllm.files import Shards, dtype_of
+from ckaudit.engines.vllm.onload import plainly
 from ckaudit.engines.vllm.packing import Declared, declared
 from ckaudit.engines.vllm.provenance import Provenance
 from ckaudit.engines.vllm.rulewatch import RuleWatch
@@ -81,7 +82,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     claims: list[Any] = []
     raised = None
     try:
-        with _reading(shards), _claiming(model, claims), rules.active():
+        with plainly(model), _reading(shards), _claiming(model, claims), rules.active():
             _load(config, model, observer, model_config)
     except Exception as error:  # noqa: BLE001  (whatever the loader raises is the finding)
         raised = ending(error, observer, paths, started=bool(order), finished=bool(claims))

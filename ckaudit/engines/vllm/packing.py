@@ -41,11 +41,13 @@ def notes(plan: Plan, model: Iterable[Declared]) -> Iterator[Note]:
     }
     forgotten: dict[tuple[str, str, tuple[str, ...]], list[str]] = defaultdict(list)
     silent: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    if plan.not_judged is not None or not any(n.fate == "loaded" for n in plan.names):
+        return  # no rule was asked
     for name in plan.names:
-        if name.fate != "loaded":
+        if name.fate in ("unmatched", "ignored"):
             for owner, fused, parts in _unmapped(name, held, gaps):
                 forgotten[owner, fused, parts].append(name.name)
-        elif (pair := _fused(name)) is not None and held:
+        elif name.fate == "loaded" and (pair := _fused(name)) is not None and held:
             fused, part = pair
             over = [d for d in held if _holds(d.at, name.into or "")]
             known = {f: parts for d in over for f, parts in d.parts.items()}

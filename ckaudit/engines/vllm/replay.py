@@ -18,13 +18,15 @@ from ckaudit.engines import Job, ReadTensor
 from ckaudit.engines.vllm import TREE
 from ckaudit.engines.vllm.ranks import PLAIN, Layout
 from ckaudit.engines.vllm.words import message
-from ckaudit.plan import Plan
+from ckaudit.plan import Method, Plan
 
 
 def run(job: Job, read: ReadTensor) -> Plan:
     """What this worker's release does with the checkpoint of `job`. Never raises for what the checkpoint holds."""
     deadline = time.monotonic() + job.options.budget * 0.9
-    plan = Plan(id=_id(job), engine="vllm", release=job.release, method="replay" if os.environ.get(TREE) else "live")
+    options = {"tp": 1, "trust_remote_code": job.options.trust_remote_code, **job.options.vllm}
+    method: Method = "replay" if os.environ.get(TREE) else "live"
+    plan = Plan(id=_id(job), engine="vllm", release=job.release, method=method, options=options)
     if reason := _unusable(job):
         return msgspec.structs.replace(plan, not_judged=reason)
     try:
@@ -76,6 +78,9 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
         story = faults.tell(told, job.tensors, deadline)
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
         return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {message(error)}")
+    if story.last.raised is None and not story.last.yielded:
+        how = job.options.vllm.get("load_format")
+        return msgspec.structs.replace(plan, not_judged=f"with load format {how} this release reads no tensor of it")
     plan = planning.fill(plan, story, job.tensors, raw)
     if not shapes and any(n.fate != "loaded" for n in plan.names):  # what the main model leaves may be a draft model's
         loaded = [n.name for n in plan.names if n.fate == "loaded"]

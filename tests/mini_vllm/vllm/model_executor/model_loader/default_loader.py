@@ -1,7 +1,7 @@
 import glob
 import os
 
-from .weight_utils import safetensors_weights_iterator
+from .weight_utils import fastsafetensors_weights_iterator, safetensors_weights_iterator
 
 
 class DefaultModelLoader:
@@ -11,7 +11,8 @@ class DefaultModelLoader:
     def load_weights(self, model, model_config):
         files = glob.glob(os.path.join(model_config.model, "consolidated*.safetensors"))
         files = files or glob.glob(os.path.join(model_config.model, "*.safetensors"))
-        loaded = model.load_weights(safetensors_weights_iterator(files))
+        fast = self.load_config.load_format == "fastsafetensors"
+        loaded = model.load_weights((fastsafetensors_weights_iterator if fast else safetensors_weights_iterator)(files, True))
         if model_config.quantization is None and loaded is not None:
             missing = {n for n, _ in model.named_parameters()} - loaded
             if missing:

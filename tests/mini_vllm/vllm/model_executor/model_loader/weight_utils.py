@@ -1,11 +1,15 @@
 from safetensors import safe_open
 
 
-def safetensors_weights_iterator(files):
+def safetensors_weights_iterator(files, use_tqdm):
     for file in sorted(files):
         with safe_open(file, framework="pt") as f:
             for name in f.keys():  # noqa: SIM118
                 yield name, f.get_tensor(name)
+
+
+def fastsafetensors_weights_iterator(files, use_tqdm):
+    raise RuntimeError("no GPU")
 
 
 def default_weight_loader(param, loaded_weight):

@@ -298,3 +298,21 @@ class WideForCausalLM(DeclaredForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.encoder = nn.ModuleDict({"q_proj": Linear(HIDDEN, HIDDEN)})
+
+
+class _Method:
+    def process_weights_after_loading(self, layer):
+        torch.ops._C.static_scaled_fp8_quant(layer.weight)
+
+
+class OnlineForCausalLM(MiniForCausalLM):
+    """Quantises each layer as soon as its weights are there."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed.quant_method = _Method()
+
+    def load_weights(self, weights):
+        loaded = super().load_weights(weights)
+        self.embed.quant_method.process_weights_after_loading(self.embed)
+        return loaded
