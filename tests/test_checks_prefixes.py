@@ -193,6 +193,23 @@ class TestFusedParameters:
         finding = only(source, plan(source, self.fused()))
         assert (finding.check, finding.count) == ("CK209", len(LLAMA))
 
+    def test_parts_that_the_engine_keeps_under_other_roots(self) -> None:
+        # one wrapper around a head and a backbone, of which the engine renames the second: one finding, the head with it
+        source = checkpoint([f"wrapper.{n}" for n in LLAMA])
+        model = [n.replace("model.", "language_model.model.") for n in LLAMA if n != "lm_head.weight"]
+        finding = only(source, plan(source, model))
+        assert (finding.check, finding.count) == ("CK209", len(LLAMA))
+
+    @pytest.mark.parametrize(("size", "rest"), [([5, 2], []), ([6, 2], ["CK204"])])
+    def test_a_head_that_the_engine_calls_otherwise(self, size: list[int], rest: list[str]) -> None:
+        # `embed_out` is `head` there: nothing tells but its shape, which no other tensor without a place has
+        tensors = {f"wrapper.{n}": ("BF16", [2, 2]) for n in LLAMA if n != "lm_head.weight"}
+        source = checkpoint(tensors | {"wrapper.embed_out.weight": ("BF16", [5, 2])})
+        model = {n: [2, 2] for n in LLAMA if n != "lm_head.weight"} | {"head.weight": size}
+        found = findings(source, plan(source, model))
+        assert [f.check for f in found] == ["CK209", *rest]
+        assert found[0].count == len(LLAMA)
+
     def test_what_is_missing_elsewhere_is_told_beside_the_prefix(self) -> None:
         source = checkpoint([f"wrapper.{n}" for n in LLAMA])
         found = findings(source, plan(source, self.fused("score.weight")))

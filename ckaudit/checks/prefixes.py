@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckaudit.checks.case import Case, many, on_files
@@ -60,12 +60,14 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
     wanted |= joined
     lacking = sum(p in case.gaps for p in wanted)
     elsewhere = case.loads_elsewhere(names)
+    copies = len(found.pairs) > len(set(found.pairs.values()))
     finding = case.finding(
         WRONG,
         f"{many(len(names), 'tensor')} without a parameter and {many(lacking, 'parameter')} without a tensor, for one reason: "
-        f"`{printable(first)}`{'' if first == stray else f' (looked up as `{printable(stray)}`)'} would have to be `{printable(right)}`.",
+        f"`{printable(first)}`{'' if first == stray else f' (looked up as `{printable(stray)}`)'} would have to be `{printable(right)}`."
+        + (" There are several copies, and only one of them can be it." if copies else ""),
         names=names, blame="engine" if elsewhere else "checkpoint", wanted=printable(right), found=printable(stray),
-        mend=(f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(case, found, first == stray, len(names)),
+        mend=f"Keep one copy, and with it {found.rename.text}." if copies else (f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(case, found, first == stray, len(names)),
     )  # fmt: skip
     case.take(names, wanted)
     return finding
@@ -73,20 +75,34 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
 
 def _joined(case: Case, found: Inferred, seen: dict[str, list[str]]) -> tuple[list[str], set[str]]:
     """Tensors under the same prefix that have no parameter's name without it either, since the engine has its own names for them (q, k
-    and v joined, experts stacked): those in whose place of the model something is unwritten, and all of them where nothing in the model
-    has that prefix. With what is unwritten there."""
+    and v joined, experts stacked): those in whose place of the model something is unwritten, and all that begin alike where nothing in
+    the model does. With what is unwritten there."""
     if found.rename.kind != "root":
         return [], set()
     paired = set(found.pairs.values())
     unwritten = [n for n, p in case.gaps.items() if p.coverage == "none" and n not in paired]
     moved = {s: new for s in seen if s not in found.pairs and (new := found.rename.apply(s)) != s}
-    prefix = ".".join((*found.rename.old, ""))
-    foreign = 4 * len(found.pairs) >= len(moved) and not any(p.name.startswith(prefix) for p in case.plan.parameters)
+    root = ".".join((*found.rename.old[:1], ""))
+    under = [s for s in seen if s.startswith(root) and s not in found.pairs] if found.rename.old else []
+    foreign = 4 * len(found.pairs) >= len(under) > 0 and not any(p.name.startswith(root) for p in case.plan.parameters)
+    if foreign:
+        moved = {s: moved.get(s, s.removeprefix(root)) for s in under}
     marks = _marks if foreign else _place
     places = {mark for n in unwritten for mark in marks(n)}
     beside = [s for s, new in moved.items() if foreign or not places.isdisjoint(marks(new))]
     taken = {mark for s in beside for mark in marks(moved[s])}
-    return [n for s in beside for n in seen[s]], {n for n in unwritten if not taken.isdisjoint(marks(n))}
+    lacking = {n for n in unwritten if not taken.isdisjoint(marks(n))}
+    if foreign:
+        lacking |= _alone(
+            case, [n for s in beside if places.isdisjoint(marks(moved[s])) for n in seen[s]], {*unwritten} - lacking
+        )
+    return [n for s in beside for n in seen[s]], lacking
+
+
+def _alone(case: Case, names: list[str], unwritten: set[str]) -> set[str]:
+    """What is unwritten and has the shape of just one of these tensors: a head that the engine calls otherwise."""
+    shapes = Counter(t.shape for n in names if (t := case.facts.checkpoint.tensors.get(n)) is not None and t.shape)
+    return {n for n in unwritten if (size := case.gaps[n].shape) is not None and shapes[size] == 1}
 
 
 def _place(name: str) -> set[str]:
