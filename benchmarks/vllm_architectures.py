@@ -105,8 +105,8 @@ def page(rows: Sequence[dict[str, Any]], tables: dict[str, str]) -> str:
     share = 100 * len(right) / max(len(counted), 1)
     parts = [
         f"**{len(right)} of {len(counted)} verdicts are correct ({share:.1f} %)**; {len(tables)} architectures are registered, "
-        f"and {len(rows) - len(counted)} do not count (reasons below). Were the {unknown} counted as wrong whose configs have what no public "
-        f"source states, it would be {100 * len(right) / (len(counted) + unknown):.1f} %.",
+        f"and {len(rows) - len(counted)} do not count (reasons below). Were the {unknown} counted as wrong whose configs have what no "
+        f"public source states, it would be {100 * len(right) / (len(counted) + unknown):.1f} %.",
         "### Not correct",
         _table(("architecture", "verdict", "why"), [
             (_code(r), r["verdict"], FACTS.get(r["architecture"], Fact()).exception or f"not explained: {r['reason']}")
