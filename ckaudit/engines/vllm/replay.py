@@ -78,7 +78,7 @@ def _judge(plan: Plan, job: Job, read: ReadTensor, engine: Any, folder: Path, de
         story = faults.tell(told, job.tensors, deadline)
     except Exception as error:  # noqa: BLE001  (raised before any weight: by the config or while layers are constructed)
         return msgspec.structs.replace(plan, not_judged=f"the model cannot be built here: {message(error)}")
-    if story.last.raised is None and not story.last.yielded:
+    if story.last.raised is None and not story.last.yielded and not story.faults:
         how = job.options.vllm.get("load_format")
         return msgspec.structs.replace(plan, not_judged=f"with load format {how} this release reads no tensor of it")
     plan = planning.fill(plan, story, job.tensors, raw)
