@@ -267,9 +267,9 @@ def _notes(story: Story) -> list[Note]:
 
 def with_draft(plan: Plan, draft: Draft | None) -> Plan:
     """`plan` with what its draft model does: what that one alone reads is by design no business of the main model."""
-    if draft is None:
-        return plan
-    reads = {name for layer in draft.layers for name in layer.names}
+    reads = {name for layer in draft.layers for name in layer.names} if draft else set()
+    if draft is None or not (reads or any((n.by_design or "").startswith(DRAFT) for n in plan.names)):
+        return plan  # nothing of one is stored
     reason = f"{DRAFT}{draft.architecture} reads it"
     names = tuple(
         msgspec.structs.replace(n, by_design=reason) if n.name in reads and n.fate in ("ignored", "dropped") else n
