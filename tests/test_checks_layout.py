@@ -1,5 +1,6 @@
 """CK210, CK211, CK212, CK219: numbered stacks."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -199,6 +200,19 @@ class TestDraftInPart:
         if "qkv" in change[1]:
             parts = [n for n in parts if ("k_proj" not in n and "v_proj" not in n) or "qkv" in n]
         assert self.found(parts) == []
+
+
+def test_layers_that_are_numbered_from_one() -> None:
+    config = CONFIG | {"num_hidden_layers": 4}
+    shifted = [re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 1}", n) for n in llama(4)]
+    source = checkpoint(shifted, config)
+    finding = only(source, plan(source, llama(4)))
+    assert (finding.check, finding.severity, finding.blame, finding.engine) == ("CK210", "error", "checkpoint", None)
+    assert "numbered from 1" in finding.message
+    lost = checkpoint(
+        [n for n in llama(5) if "layers.0." not in n], config | {"num_hidden_layers": 5}
+    )  # the first is not there
+    assert "numbered from 1" not in " ".join(f.message for f in findings(lost, plan(lost, llama(5))))
 
 
 class TestJoined:

@@ -165,6 +165,15 @@ class TestUnmerged:
         assert findings(source, plan(source, self.adapted())) == []
 
 
+def test_two_copies_of_a_model_are_not_both_found() -> None:
+    source = checkpoint([f"{half}.{n}" for half in ("student", "teacher") for n in LLAMA])
+    finding = only(source, plan(source, LLAMA))
+    assert (finding.check, finding.count) == ("CK209", 2 * len(LLAMA))
+    assert finding.mend.startswith("Keep one copy")
+    single = checkpoint([f"student.{n}" for n in LLAMA])
+    assert only(single, plan(single, LLAMA)).mend.startswith("Strip the prefix `student.`")
+
+
 class TestFusedParameters:
     """An engine that fuses has no parameter of the name that a part should have: its rules tell it."""
 

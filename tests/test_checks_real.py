@@ -110,6 +110,8 @@ CASES: list[tuple[str, str, Callable[[Tensors], Tensors], dict[str, Any], list[t
      [("CK405", "error", "config")]),
     ("a pooler that this class has not", "bert", lambda t: t | {"bert.pooler.dense.bias": t["bert.embeddings.LayerNorm.bias"].clone()}, {},
      [("CK203", "error", "checkpoint")]),
+    ("a vision-language model in a text class", "gemma3", lambda t: t, {"architectures": ["Gemma3ForCausalLM"]},
+     [("CK405", "error", "config")]),
     ("queries, keys and values in one", "llama", fuse, {}, [("CK222", "error", "checkpoint")]),
     ("doubled prefix", "llama", rename("model.", "model.model."), {}, [("CK213", "warning", "checkpoint")]),
     ("an expert under another number", "qwen3_moe", rename("layers.1.mlp.experts.3.", "layers.1.mlp.experts.7."), {},

@@ -63,7 +63,7 @@ EXPLAIN: tuple[Explain, ...] = (
     companions.mlx_only, companions.unquantised_modules, joined.joined, prefixes.repeated_here,
     classes.wrong_class, prefixes.wrong_prefix, ties.followers,
     sizes.shapes, tensors.casts,
-    companions.unquantised_here, layout.experts_otherwise, config.layers_too_many, layout.layers_lost,
+    companions.unquantised_here, layout.experts_otherwise, layout.numbered_from_one, config.layers_too_many, layout.layers_lost,
     classes.whole_parts, classes.other_task, ties.head_lost,
     # one finding for what is left, kind by kind
     names.likely_renames, names.silent, names.unmatched, names.missing, names.partly, tensors.read_in_part,

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckaudit.checks import ties
 from ckaudit.checks.case import Case, many
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
@@ -24,7 +25,7 @@ def wrong_class(case: Case) -> Iterator[Finding]:
     if found is None or len(found.pairs) < 3:
         return
     strays = {n for into, names in seen.items() if into not in found.pairs for n in names}
-    gaps = case.gaps.keys() - set(found.pairs.values())
+    gaps = {g for g in case.gaps.keys() - set(found.pairs.values()) if not ties.may_follow(case, g)}
     foreign, absent = _stray_parts(case, strays), _gap_parts(case, gaps)
     if foreign and absent:
         return  # the same part under two names: another rename, no other class
@@ -115,7 +116,8 @@ def _first(parts: dict[str, list[str]]) -> str:
 
 
 def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
-    """The outermost paths (without numbers, at most three segments) of which everything is in `some`: at least 8 names in 3 modules."""
+    """The outermost paths (without numbers, at most three segments) of which everything is in `some`: at least 8 names in 3 modules, and
+    beside such a part smaller ones too (the projector of a vision tower)."""
     chosen = set(some)
     sizes: dict[str, int] = defaultdict(int)
     inside: dict[str, list[str]] = defaultdict(list)
@@ -128,7 +130,9 @@ def _parts(some: Iterable[str], every: Iterable[str]) -> dict[str, list[str]]:
             sizes[path] += 1
             if name in chosen:
                 inside[path].append(name)
-    whole = {p for p, names in inside.items() if len(names) == sizes[p] and _is_part(names)}
+    whole = {p for p, names in inside.items() if len(names) == sizes[p]}
+    large = {p for p in whole if _is_part(inside[p])}
+    whole = {p for p in whole if p in large or not any(q.startswith(f"{p}.") for q in large)} if large else large
     return {p: inside[p] for p in sorted(whole) if not any(p.startswith(f"{q}.") for q in whole)}
 
 

@@ -33,6 +33,12 @@ def layer_holes(facts: Facts) -> Iterator[Finding]:
     """A stack of layers whose numbers have a hole: whatever the config says, a layer was lost."""
     for path, stack in facts.layers.items():
         holes = stack.holes
+        if _from_one(facts, stack):
+            yield on_files(
+                facts, LAYER_GAP, f"`{printable(path)}` is numbered from 1: its layers are {numbers(stack.indices)}.",
+                [f"{path}.{i}" for i in stack.indices], mend="Number the layers from 0.", wanted=f"{path}.0", found=f"{path}.1",
+            )  # fmt: skip
+            continue
         if not holes or len(holes) >= len(stack.numbers) or _regular(stack):
             continue
         yield on_files(
@@ -41,6 +47,25 @@ def layer_holes(facts: Facts) -> Iterator[Finding]:
             [f"{path}.{i}" for i in holes], mend="Take the layers from the source of this checkpoint: a part of it was lost.",
             wanted=f"{path}.{{{numbers(range(max(stack.numbers) + 1))}}}", found=f"{path}.{{{numbers(stack.indices)}}}",
         )  # fmt: skip
+
+
+def _from_one(facts: Facts, stack: Stack) -> bool:
+    """Whether a stack of as many layers as the config counts begins with 1."""
+    count = len(stack.numbers)
+    return stack.indices == list(range(1, count + 1)) and count in facts.values(LAYER_KEYS).values()
+
+
+def numbered_from_one(case: Case) -> Iterator[Finding]:
+    """Takes the first layer of the engine's model, which nothing fills, and the last of the files, where those are numbered from 1."""
+    for path, stack in case.facts.layers.items():
+        if _from_one(case.facts, stack):
+            last, first = f"{path}.{len(stack.numbers)}.", f".{path.rpartition('.')[2]}.0."
+            case.take(
+                [n for n in case.strays if n.startswith(last)],
+                [g for g in case.gaps if first in f".{g}"],
+                because=LAYER_GAP.id,
+            )
+    return iter(())
 
 
 def _regular(stack: Stack) -> bool:

@@ -61,13 +61,18 @@ def _renamed(case: Case, found: Inferred, seen: dict[str, list[str]]) -> Finding
     lacking = sum(p in case.gaps for p in wanted)
     elsewhere = case.loads_elsewhere(names)
     copies = len(found.pairs) > len(set(found.pairs.values()))
+    mend = (f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(
+        case, found, first == stray, len(names)
+    )
+    if copies:
+        mend = f"Keep one copy, and with it {found.rename.text}."
     finding = case.finding(
         WRONG,
         f"{many(len(names), 'tensor')} without a parameter and {many(lacking, 'parameter')} without a tensor, for one reason: "
         f"`{printable(first)}`{'' if first == stray else f' (looked up as `{printable(stray)}`)'} would have to be `{printable(right)}`."
         + (" There are several copies, and only one of them can be it." if copies else ""),
         names=names, blame="engine" if elsewhere else "checkpoint", wanted=printable(right), found=printable(stray),
-        mend=f"Keep one copy, and with it {found.rename.text}." if copies else (f"Use {elsewhere.id}, which loads them. Or: " if elsewhere else "") + _mend(case, found, first == stray, len(names)),
+        mend=mend,
     )  # fmt: skip
     case.take(names, wanted)
     return finding

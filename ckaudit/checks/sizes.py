@@ -57,7 +57,8 @@ def _contradiction(case: Case, cause: Cause) -> Finding:
     parameters = [m.parameter for m in cause.members]
     lines = ", ".join(f"`{line}`" for line in fold(names or parameters)[:3])
     finding = case.finding(
-        CONTRADICTION, f"The config says {cause.key}: {cause.said}, and {many(len(cause.members), 'tensor')} have {cause.held} there: "
+        CONTRADICTION, f"The config says {cause.key}: {cause.said}, and {many(len(cause.members), 'tensor')} "
+        f"{'has' if len(cause.members) == 1 else 'have'} {cause.held} there: "
         f"{lines}.", names=names, parameters=parameters, blame="config" if len(cause.members) > 1 else "undecidable",
         mend=f"Set {cause.key} to {cause.held} if the tensors are right.", wanted=str(cause.said), found=str(cause.held),
     )  # fmt: skip

@@ -68,6 +68,11 @@ def ties(facts: Facts) -> Iterator[Finding]:
 _FOLLOWS = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|predictions\.decoder|decoder)\.(weight|bias)$")
 
 
+def may_follow(case: Case, name: str) -> bool:
+    """Whether a head that nothing is stored of may be tied to the embedding: neither the files nor the config are against it."""
+    return bool(_FOLLOWS.search(name)) and not case.facts.matching(_FOLLOWS) and False not in flags(case.facts).values()
+
+
 def followers(case: Case) -> Iterator[Finding]:
     """Takes heads that are tied to an embedding of which is told why nothing was written into it: they stay as they are with it."""
     explained = [
