@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -668,3 +670,52 @@ class TestSavedAgainstSource:
         assert sum(f.bytes for f in made.findings) + made.diff.identical_bytes == sum(
             one(saved).tensors[n].nbytes or 0 for n in saved
         )
+
+
+def spoilt(rng: random.Random, entries: Entries) -> Made:
+    """`entries` after one to four things that savers do, chosen by `rng`."""
+    made = without(entries)
+    for _ in range(rng.randint(1, 4)):
+        made = one_of_many(rng, made) or made
+    return made
+
+
+def one_of_many(rng: random.Random, made: Made) -> Made:
+    module = re.escape(rng.choice(list(made)).split(".")[-2])
+    number = rng.randint(0, 3)
+    lost = set(rng.sample(list(made), min(3, len(made))))
+    steps: list[Callable[[], Made]] = [
+        lambda: renamed(made, "^", "module."),
+        lambda: renamed(made, r"^model\.", ""),
+        lambda: {n: e for n, e in made.items() if n not in lost},
+        lambda: without(made, rf"\.{module}\."),
+        lambda: retyped(made, "F16", rf"\.{module}\."),
+        lambda: retyped(made, "F32"),
+        lambda: fp8(made),
+        lambda: renamed(without(made, rf"layers\.{number}\."), rf"layers\.([{number + 1}-9])", lambda m: f"layers.{int(m[1]) - 1}"),
+        lambda: renamed(made, rf"\.{module}\.", f".{module}x."),
+        lambda: made | {f"tower.blocks.{i}.fc.weight": ("BF16", [4, 4]) for i in range(3)},
+        lambda: {n: (d, s[::-1] if "down" in n else s) for n, (d, s) in made.items()},
+    ]  # fmt: skip
+    return rng.choice(steps)()
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_tensor_is_accounted_for_once_and_with_its_bytes(seed: int) -> None:
+    """Whatever became of A: each of its tensors is the same in B, or in one change of names or one loss; each of B's likewise."""
+    rng = random.Random(seed)
+    a, b = one(spoilt(rng, decoder()) if seed % 2 else decoder()), one(spoilt(rng, decoder()))
+    found = compare(a, b)
+    touched, came = ({n for c in found.changes for n in getattr(c, side)} for side in ("old", "new"))
+    same = a.tensors.keys() - touched
+    assert all(b.tensors[n].dtype == a.tensors[n].dtype and b.tensors[n].shape == a.tensors[n].shape for n in same)
+    assert same | came == b.tensors.keys()
+    assert found.identical == len(same)
+    sizes = {n: t.nbytes or 0 for n, t in a.tensors.items()}
+    assert found.identical_bytes + sum(sizes[n] for n in touched) == sum(sizes.values())
+    for side, kinds in (("old", ("renamed", "relaid", "removed")), ("new", ("renamed", "relaid", "added"))):
+        told = Counter(n for c in found.changes if c.kind in kinds for n in set(getattr(c, side)))
+        assert max(told.values(), default=1) == 1, told.most_common(3)
+    gone = {n for c in found.changes if c.kind == "removed" for n in c.old}
+    assert not gone & {n for c in found.changes if c.kind in ("retyped", "reshaped", "quantised") for n in c.old}
+    assert all(c.old_bytes == sum(sizes[n] for n in set(c.old)) for c in found.changes)
