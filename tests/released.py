@@ -20,7 +20,12 @@ import platformdirs
 import pytest
 
 CACHE = Path(os.environ.get("CKAUDIT_TEST_CACHE") or platformdirs.user_cache_path("ckaudit-tests")) / "vllm"
-KEEP = ("vllm/model_executor/models/", "vllm/model_executor/layers/linear.py", "vllm/lora/utils.py", "vllm/lora/peft_helper.py")
+KEEP = (
+    "vllm/model_executor/models/",
+    "vllm/model_executor/layers/linear.py",
+    "vllm/lora/utils.py",
+    "vllm/lora/peft_helper.py",
+)
 # The wheel need not run here, only be read: any tag will do.
 TAGS = ("2_28", "2_31", "2_34", "2_35")
 
