@@ -6,10 +6,13 @@ Run with `python benchmarks/help.py`.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
 import time
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
 
 RUNS = 20
 LIMIT = 0.25

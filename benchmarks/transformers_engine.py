@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
 
 CONFIG = {

@@ -224,17 +224,17 @@ def alike(names: list[str]) -> dict[str, Alike]:
     if text.count("\n") != len(names) - 1 or "#" in text:
         shapes = [shape(name) for name in names]
         numbers = [n for name in names if "#" not in name for n in _SEGMENT.findall(name)]
-    found: dict[str, Alike] = {}
+    found: dict[str, tuple[list[str], list[str], int]] = {}
     at = 0
     for name, text in zip(names, shapes, strict=True):
         group = found.get(text)
         if group is None:
-            group = found[text] = Alike([], [])
-        width = text.count("#") if "#" not in name else 0
-        group.names.append(name)
-        group.numbers += numbers[at : at + width]
-        at += width
-    return found
+            group = found[text] = [], [], text.count("#")
+        group[0].append(name)
+        if group[2] and "#" not in name:
+            group[1].extend(numbers[at : at + group[2]])
+            at += group[2]
+    return {text: Alike(members, inside) for text, (members, inside, _) in found.items()}
 
 
 _WORD = re.compile(r"[A-Za-z]+")

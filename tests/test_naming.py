@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckaudit.naming import Nearest, fold, folds, natural_key, nearest, printable
+from ckaudit.naming import Nearest, alike, fold, folds, natural_key, nearest, printable, shape
 
 
 class TestNaturalKey:
@@ -146,3 +146,34 @@ class TestNearest:
         finder = Nearest(f"model.{word(i)}.weight" for i in range(3000))
         assert finder.find("model.xabcde.weight") is not None
         assert all(finder.find(f"model.{word(i)}.weights") == f"model.{word(i)}.weight" for i in range(0, 3000, 3))
+
+
+NUMBERED = st.lists(
+    st.lists(
+        st.sampled_from(
+            ["layers", "experts", "3", "10", "007", "w1", "fc2", "#", "a\nb", "1\n2", "\n", "", "٣", "1234567"]
+        ),
+        max_size=6,
+    ).map(".".join),
+    max_size=12,
+    unique=True,
+)
+
+
+@given(NUMBERED)
+def test_names_that_differ_in_numbers_are_alike(names: list[str]) -> None:
+    found = alike(names)
+    assert [n for n in names if n in found[shape(n)].names] == names
+    assert sum(len(group.names) for group in found.values()) == len(names)
+    assert list(found) == list(dict.fromkeys(map(shape, names)))
+    for group in found.values():
+        order = [names.index(n) for n in group.names]
+        assert order == sorted(order)
+        segments = [s for n in group.names if "#" not in n for s in n.split(".")]
+        assert group.numbers == [s for s in segments if s.isascii() and s.isdecimal()]
+
+
+def test_the_shape_of_a_name() -> None:
+    assert shape("model.layers.3.experts.12.w1.weight") == "model.layers.#.experts.#.w1.weight"
+    assert shape("3.3") == "#.#"
+    assert shape("fc1.w_2.x3") == "fc1.w_2.x3"

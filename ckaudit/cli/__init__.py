@@ -75,3 +75,5 @@ def main() -> None:
         streams.discard()
         print(f"ckaudit: Cannot write to stdout: {(error.strerror or str(error)).lower()}.", file=sys.stderr)
         sys.exit(ENVIRONMENT)
+    finally:
+        gc.freeze()  # the process ends, and all that is left with it: nor is there anything to find in it now

@@ -171,7 +171,7 @@ def read_range(at: Path, start: int, stop: int, then: os.stat_result | None = No
                 return Unreadable("not a regular file")
             wanted = max(0, min(stop, now.st_size) - start)
             file.seek(start)
-            data = bytearray()
+            data = file.read(wanted) or b""
             while len(data) < wanted and (piece := file.read(wanted - len(data))):
                 data += piece
             after = os.fstat(handle)
@@ -179,7 +179,7 @@ def read_range(at: Path, start: int, stop: int, then: os.stat_result | None = No
             return Unreadable(_cause(error))
     if _identity(after) != _identity(then or now) or len(data) != wanted:
         return Unreadable("it changed while it was read")
-    return bytes(data)
+    return data
 
 
 def _identity(seen: os.stat_result) -> tuple[int, int, int, int]:
