@@ -1,7 +1,7 @@
 """Spoiled checkpoints on a released vLLM: every mutation changes the verdict, in the right place and nowhere else, and is told once.
 
-Dense with fused q, k and v; experts one by one that are stacked; experts stacked on disk and modules renamed; a loader that rearranges what
-it reads. `benchmarks/vllm_mutations.py` does the same with fifty.
+Dense with fused q, k and v; experts one by one that are stacked; experts stacked on disk and modules renamed; a class of the
+Transformers backend; a loader that rearranges what it reads. `benchmarks/vllm_mutations.py` does the same with fifty.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def engine() -> Iterator[Engine]:
         ("LlamaForCausalLM", KINDS),
         ("Qwen3MoeForCausalLM", KINDS),
         ("GptOssForCausalLM", KINDS),
+        ("OlmoForCausalLM", KINDS),
         ("BloomForCausalLM", {k for k in KINDS if "part" not in k} - {"duplicate", "half a fused tensor"}),
     ],
 )
