@@ -160,7 +160,10 @@ def _refuted(finding: Finding, judged: Sequence[Plan]) -> bool:
 
 
 def _surpassed(finding: Finding, found: Sequence[Finding]) -> bool:
-    """Whether an engine trips over what is only a warning from the files: then that is told, with the engine."""
+    """Whether an engine trips over what is only a warning from the files: then that is told, with the engine. Of a draft model its own
+    class tells more, and never an error, since the main model loads."""
+    if finding.check == drafts.DRAFT_PART.id and finding.severity == "warning" and finding.engine is None:
+        return any(f.check == finding.check and f.severity == "warning" for f in found)
     return finding.severity != "error" and any(
         f.check == finding.check
         and f.severity == "error"

@@ -100,9 +100,12 @@ def draft_left_out(case: Case) -> Iterator[Finding]:
         if n.fate != "loaded" and n.by_design is not None and DRAFT.search(n.name) and n.name not in taken
     ]
     if left:
-        who = f"and {draft.architecture} does not read them" if draft and taken else "this class has no draft model"
+        who = (
+            ": this class has no draft model" if case.facts.has_headers else ""
+        )  # of an index alone no draft class is asked
+        who = f": {draft.architecture} does not read them either" if draft else who
         yield case.finding(
-            DRAFT_PART, f"{len(left)} tensors of a draft model are stored and left out: {who}.", names=left, blame="engine",
+            DRAFT_PART, f"{many(len(left), 'tensor')} of a draft model are stored and left out{who}.", names=left, blame="engine",
         )  # fmt: skip
     if draft is None or not taken:
         return

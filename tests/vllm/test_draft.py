@@ -8,11 +8,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from msgspec import structs
+
 from ckaudit import checks
 from ckaudit.engines.host import WorkerHost
 from ckaudit.engines.vllm.draft import layer_of
-from ckaudit.plan import Plan
-from tests.toy import checkpoint
+from ckaudit.plan import Draft, DraftLayer, NameFate, Plan
+from tests.toy import CONFIG, checkpoint
 from tests.vllm.mini import ENV, Shapes, good, replay
 
 DRAFT: Shapes = {f"model.layers.2.{p}_proj.weight": (8, 8) for p in "qkvo"} | {"model.layers.2.eh_proj.weight": (8, 16)}
@@ -54,6 +56,25 @@ def test_a_draft_layer_that_is_half_there(host: WorkerHost, lacking: str, unwrit
     assert plan.draft.verdict == "loads_with_loss"
     assert [(x.state, x.unwritten) for x in plan.draft.layers] == [("partial", (unwritten,))]
     assert told(plan) == [("warning", (unwritten,))]
+
+
+def test_what_the_files_show_of_it_is_told_once_with_the_engine() -> None:
+    """By the files alone a draft layer without `down_proj` is half there; the engine's own class says so of its parameter."""
+    main = [f"model.layers.{i}.mlp.{p}_proj.weight" for i in range(2) for p in ("gate", "up", "down")]
+    stored = [f"model.layers.2.mlp.{p}_proj.weight" for p in ("gate", "up")]
+    source = checkpoint([*main, *stored], CONFIG | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    names = (
+        *(NameFate(n, "loaded", n, read=1.0) for n in main),
+        *(NameFate(n, "ignored", by_design="draft model") for n in stored),
+    )
+    seen = Plan(id="vllm==1.0", engine="vllm", release="1.0", method="replay", names=names)
+
+    def half(plan: Plan) -> list[str | None]:
+        return [f.engine for f in checks.run(source, (plan,))[0] if f.check == "CK219" and f.severity == "warning"]
+
+    assert half(seen) == [None]
+    layer = DraftLayer("model.layers.2", "partial", tuple(stored), ("layers.2.mlp.down_proj.weight",))
+    assert half(structs.replace(seen, draft=Draft("MiniMTPModel", "loads_with_loss", None, (layer,)))) == ["vllm==1.0"]
 
 
 def test_a_draft_layer_that_the_draft_class_refuses(host: WorkerHost) -> None:
