@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -93,6 +94,30 @@ def test_bundled_kernels_are_the_compiled_packages_of_third_parties() -> None:
         "vllm/_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/lone.so",
     ])  # fmt: skip
     assert stubs.bundled(files) == {"vllm.third_party.deep_gemm"}
+
+
+def test_a_kernel_library_is_there_for_the_module_named_after_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a module is imported where the package was found; any other import of it asks whether it is there, and must hear no."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, stubs._Last()])
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        exec("import flashinfer", {"__name__": "vllm.utils.import_utils"})
+    exec("import flashinfer", {"__name__": "vllm.v1.attention.backends.flashinfer"})
+    assert stubs.is_stub(sys.modules.pop("flashinfer"))
+
+
+def test_compiled_operators_are_there_until_the_last_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    namespace = torch._ops._OpNamespace
+    monkeypatch.setattr(namespace, "__getattr__", namespace.__getattr__)  # and so put back
+    stubs.answer_for_compiled_ops()
+    with stubs.building():
+        with stubs.building():
+            assert callable(torch.ops._C.rotary_embedding.default)
+        assert callable(torch.ops._C.rms_norm)
+    with pytest.raises(AttributeError):
+        _ = torch.ops._C.rms_norm
 
 
 @pytest.fixture(scope="module")
