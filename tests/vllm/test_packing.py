@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 
 from ckaudit import checks
 from ckaudit.engines.host import WorkerHost
+from ckaudit.engines.vllm import packing
 from ckaudit.findings import Finding
 from ckaudit.plan import Plan
-from tests.toy import checkpoint
+from tests.toy import checkpoint, plan
 from tests.vllm.mini import ENV, good, replay
 
 
@@ -72,3 +73,19 @@ def test_a_rule_that_fires_outside_the_modules_it_was_made_for_is_named(host: Wo
     (found,) = errors(plan)
     assert ".q_proj" in found.message
     assert "encoder" in found.message
+
+
+@pytest.mark.parametrize("parts", [("qkv_proj",), ("q_proj", "qkv_proj")])
+def test_a_module_that_is_stored_fused_needs_no_rule(parts: tuple[str, ...]) -> None:
+    # Phi-3 declares qkv_proj as made of qkv_proj: a misspelt leaf of it is the checkpoint's fault, not a rule's
+    source = checkpoint(["norm.weight", "layers.0.qkv_proj.wieght"])
+    seen = plan(source, ["norm.weight", "layers.0.qkv_proj.weight"])
+    declared = packing.Declared("", "PhiForCausalLM", {"qkv_proj": parts})
+    assert list(packing.notes(seen, [declared])) == []
+
+
+def test_a_part_beside_a_module_that_is_stored_fused() -> None:
+    source = checkpoint(["norm.weight", "layers.0.q_proj.weight"])
+    seen = plan(source, ["norm.weight", "layers.0.qkv_proj.weight"])
+    declared = packing.Declared("", "PhiForCausalLM", {"qkv_proj": ("q_proj", "qkv_proj")})
+    assert [n.names for n in packing.notes(seen, [declared])] == [("layers.0.q_proj.weight",)]

@@ -65,7 +65,8 @@ def notes(plan: Plan, model: Iterable[Declared]) -> Iterator[Note]:
 
 
 def _unmapped(name: NameFate, model: list[Declared], gaps: set[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Declarations by which a stray belongs into a fused module that stands beside it and is not (wholly) written."""
+    """Declarations by which a stray belongs into a fused module that stands beside it and is not (wholly) written. One that is made of
+    itself alone is stored as it is, and needs no rule."""
     if name.by_design is not None:
         return
     sought = name.into or name.name
@@ -75,7 +76,7 @@ def _unmapped(name: NameFate, model: list[Declared], gaps: set[str]) -> Iterator
             for fused, parts in known.parts.items():
                 place = f"{beside}.{fused}" if beside else fused
                 there = (g for g in gaps if g == place or g.endswith(f".{place}"))
-                if part in parts and any(_holds(known.at, g) for g in there):
+                if part in parts and part != fused and any(_holds(known.at, g) for g in there):
                     yield known.owner, fused, parts
 
 
