@@ -15,8 +15,8 @@ from hub_server import HubServer
 from huggingface_hub import constants
 from test_cli import FIXTURES, ckaudit
 
-from ckaudit.pipeline import diff as pipeline
 from ckaudit.findings import Report
+from ckaudit.pipeline import diff as pipeline
 from ckaudit.report import json_v1, schema_v1
 from ckaudit.report.terminal import render_diff
 from tests.diff_examples import decoder, one, told

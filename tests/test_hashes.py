@@ -11,9 +11,9 @@ from hub_server import HubServer
 from huggingface_hub import constants
 from test_cli import ckaudit as program
 
-from ckaudit import pipeline
 from ckaudit.errors import UsageError
 from ckaudit.findings import Report
+from ckaudit.pipeline import names as pipeline
 from ckaudit.progress import NullProgress
 from ckaudit.source import open_source
 from ckaudit.source.hashes import STEP, sha256

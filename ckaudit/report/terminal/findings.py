@@ -110,7 +110,7 @@ def _rule(step: Step) -> str:
 
 def skips(report: Report, *, verbose: bool = False) -> Iterator[RenderableType]:
     """What was not judged: the reason, then the checks that it leaves open. Where there is no tensor at all, that is reason enough."""
-    if report.skips and not report.target.tensors and not verbose:
+    if len(report.skips) > 1 and not report.target.tensors and not verbose:
         yield ""
         yield Text("? not judged", style="bold magenta")
         line = Text("no tensor could be read", overflow="fold")
