@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -187,12 +186,12 @@ class TestNewNames:
         assert [(s.check, "whether the new names load" in s.reason) for s in report.skips] == [("CK806", True)]
 
     def test_no_engine_is_asked_for_a_round_trip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(import_module("ckaudit.pipeline.diff"), "select", lambda spec: pytest.fail(spec))
+        monkeypatch.setattr("ckaudit.engines.select", lambda spec: pytest.fail(spec))
         a, b = (folder(tmp_path / x, {n.replace("mlp", x): e for n, e in decoder().items()}) for x in "ab")
         assert pipeline.diff(str(a), str(b), roundtrip=True).exit_code == 1
 
     def test_an_adapter_is_not_asked_about(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(import_module("ckaudit.pipeline.diff"), "select", lambda spec: pytest.fail(spec))
+        monkeypatch.setattr("ckaudit.engines.select", lambda spec: pytest.fail(spec))
         for x in "ab":
             names = [f"base_model.model.{x}.layers.{i}.q_proj.lora_{f}.weight" for i in range(4) for f in "AB"]
             folder(tmp_path / x, dict.fromkeys(names, ("F32", [4, 4])))

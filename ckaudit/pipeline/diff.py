@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ckaudit.adapters import recognise
 from ckaudit.changes import Diff
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
-from ckaudit.engines import EngineOptions, rules, select
 from ckaudit.findings import FailOn, Report, Skip, ordered
 from ckaudit.pipeline.stages import describe, side_by_side
 from ckaudit.plan import Plan
@@ -44,7 +42,7 @@ def diff(
     empty = [Skip("diff", f"{side}: {c.unaudited}") for side, c in (("A", a), ("B", b)) if c.unaudited is not None]
     found = None if empty else compare(a, b, roundtrip=roundtrip)
     if found is not None and not roundtrip:
-        found = _placed(found, a, b, EngineOptions(offline=offline), progress)
+        found = _placed(found, a, b, progress, offline=offline)
     findings, skips = differences.run(found) if found is not None else ((), ())
     return Report(
         target=describe(b),
@@ -59,15 +57,20 @@ def diff(
     )
 
 
-def _placed(found: Diff, a: Checkpoint, b: Checkpoint, options: EngineOptions, progress: Progress) -> Diff:
+def _placed(found: Diff, a: Checkpoint, b: Checkpoint, progress: Progress, *, offline: bool) -> Diff:
     """`found`, with what engines say of the names that B gave. The rule book is asked first: it answers in milliseconds."""
     from ckaudit.diff import places
 
     names = places.new_names(found)
+    if not names:
+        return found
+    from ckaudit.adapters import recognise
+    from ckaudit.engines import EngineOptions, rules, select
+
     plans: list[Plan] = []
-    for spec in (rules.default_spec(b), "transformers") if names and recognise(b) is None else ():
+    for spec in (rules.default_spec(b), "transformers") if recognise(b) is None else ():
         for engine in select(spec) if spec is not None else ():
-            plans.append(engine.plan(b, options, progress))
+            plans.append(engine.plan(b, EngineOptions(offline=offline), progress))
             if places.without_place(plans[-1], names) == frozenset():
                 return places.placed(found, plans, a, b)
     return places.placed(found, plans, a, b)
