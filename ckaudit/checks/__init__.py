@@ -180,6 +180,11 @@ def _skips(facts: Facts, plans: Sequence[Plan]) -> Iterator[Skip]:
         if plan.not_judged is not None:
             for check in _NEEDS_ENGINE:
                 yield Skip(check, plan.not_judged, plan.id)
+        for ranks in plan.tp:
+            if ranks["verdict"] == "not_judged":
+                yield Skip(
+                    parallel.REFUSED.id, f"{parallel.layout(ranks)}: {ranks.get('error') or 'not judged'}", plan.id
+                )
         for topic in plan.unjudged:
             row = UNJUDGED.get(topic.topic)
             yield Skip(row.id if row else topic.topic, topic.reason, plan.id)

@@ -100,3 +100,12 @@ def test_experts_and_stages_together(host: WorkerHost) -> None:
 def test_experts_of_a_model_that_has_none(host: WorkerHost) -> None:
     plan = replay(host, good(), vllm=EP)
     assert plan.not_judged is not None or plan.tp[0]["error"].startswith("ValueError: Number of experts")
+
+
+def test_a_layout_that_was_not_judged_is_a_skip() -> None:
+    rows = ({"size": 2, "verdict": "not_judged", "error": "no time"}, {"size": 4, "verdict": "loads"})
+    source = checkpoint([])
+    seen = Plan(id="vllm==1.0", engine="vllm", release="1.0", method="replay", tp=rows)
+    found, skips = checks.run(source, (seen,))
+    assert [s.reason for s in skips if s.check == "CK310"] == ["tp 2: no time"]
+    assert [f for f in found if f.check == "CK310"] == []

@@ -91,7 +91,8 @@ class Shards:
         if shard not in self._held and not (path.is_relative_to(self._folder) and path.is_file()):
             raise FileNotFoundError(f"No such file or directory: {filename}")
         self.opened[shard] = None
-        return _Shard(self._held.get(shard, {}), self._give)  # of a shard that is there all tensors may have been set aside
+        held = self._held.get(shard, {})  # of a shard that is there all tensors may have been set aside
+        return _Shard(held, self._give)
 
 
 class _Shard:

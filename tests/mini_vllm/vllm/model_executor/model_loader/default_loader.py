@@ -12,7 +12,8 @@ class DefaultModelLoader:
         files = glob.glob(os.path.join(model_config.model, "consolidated*.safetensors"))
         files = files or glob.glob(os.path.join(model_config.model, "*.safetensors"))
         fast = self.load_config.load_format == "fastsafetensors"
-        loaded = model.load_weights((fastsafetensors_weights_iterator if fast else safetensors_weights_iterator)(files, True))
+        read = fastsafetensors_weights_iterator if fast else safetensors_weights_iterator
+        loaded = model.load_weights(read(files, True))
         if model_config.quantization is None and loaded is not None:
             missing = {n for n, _ in model.named_parameters()} - loaded
             if missing:
