@@ -9,7 +9,7 @@ from typing import Any
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts, joined, split
-from ckaudit.checks.homes import Homes
+from ckaudit.checks.homes import Homes, by_owner
 from ckaudit.checks.quantisation import declared, elsewhere, ignored_by
 from ckaudit.checks.quantisers import BASES, SCHEMES, TAIL, Scheme, certain, has, may_be_quantised, recognised
 from ckaudit.findings import Check, Finding
@@ -70,9 +70,9 @@ def companions_here(case: Case) -> Iterator[Finding]:
         module, leaf = split(name)
         lacking[module].update(BASES if name in case.facts.checkpoint.tensors else (leaf,))
     if lacking and case.gaps:
-        homes = Homes(case.plan)
+        homes, owned = Homes(case.plan), by_owner(case.gaps)
         for module, leaves in lacking.items():
-            inside = homes.among(case.gaps, module)
+            inside = homes.among(owned, module)
             exact = [g for g, leaf in inside if leaf in leaves]
             case.take((), exact or [g for g, leaf in inside if TAIL.search(leaf)], because=COMPANION.id)
     return iter(())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.companions import listed
 from ckaudit.checks.facts import Facts, shape, split
-from ckaudit.checks.homes import Homes
+from ckaudit.checks.homes import Homes, by_owner
 from ckaudit.checks.quantisation import IGNORE_LIST, JOINED, declared, ignored_by, misnamed, targeted
 from ckaudit.checks.quantisers import FULL, TAIL, recognised
 from ckaudit.findings import Check, Finding
@@ -86,7 +86,7 @@ def _experts(facts: Facts, plain: list[str]) -> Iterator[Finding]:
 def quantised_here(case: Case) -> Iterator[Finding]:
     """Plain weights for modules that this engine builds quantised: they have no place, do not fit, or are cast without a scale."""
     config = declared(case.facts)
-    lacking = [g for g in case.gaps if TAIL.search(g)] if config else []
+    lacking = config and any(TAIL.search(g) for g in case.gaps)
     cast = {n for m in case.mismatches if m.kind == "dtype" for n in m.names}
     tensors = case.facts.checkpoint.tensors
     plain = [
@@ -94,8 +94,8 @@ def quantised_here(case: Case) -> Iterator[Finding]:
     ] if lacking else []  # fmt: skip
     if not plain:
         return
-    homes = Homes(case.plan)
-    gaps = {n: found for n in plain if (found := _lacks(case, homes, n, lacking))}
+    homes, owned = Homes(case.plan), by_owner(case.gaps)
+    gaps = {n: found for n in plain if (found := _lacks(case, homes, owned, n))}
     exempt = [n for n in gaps if ignored_by(config, n.removesuffix(".weight"))]
     if exempt:
         yield _lost_entry(case, exempt)
@@ -116,16 +116,23 @@ def quantised_here(case: Case) -> Iterator[Finding]:
     case.take(gaps, {g for found in gaps.values() for g in found})
 
 
-def _lacks(case: Case, homes: Homes, name: str, lacking: list[str]) -> list[str]:
-    """The companions that the engine built for the module of a plain weight and found nothing for."""
+def _lacks(case: Case, homes: Homes, owned: Mapping[str, list[str]], name: str) -> list[str]:
+    """The companions that the engine built for the module of a plain weight and found nothing for, and with them its weight."""
     module = name.removesuffix(".weight")
-    if homes.of(module):
-        found = [g for g, _ in homes.among(lacking, module)]
-        return [*found, *(g for g, leaf in homes.among(case.gaps, module) if found and leaf == "weight")]
-    stem, _, leaf = module.rpartition(".")
-    known = {module, (_into(case, name) or name).removesuffix(".weight"), f"{stem}.{JOINED.get(leaf, leaf)}"}
-    inside = [g for g in lacking if split(g)[0] in known]
-    return [*inside, *(g for g in case.gaps if inside and g.removesuffix(".weight") in known)]
+    inside = homes.among(owned, module)
+    if not homes.of(module):
+        stem, _, leaf = module.rpartition(".")
+        known = {module, (_into(case, name) or name).removesuffix(".weight"), f"{stem}.{JOINED.get(leaf, leaf)}"}
+        inside = [(g, split(g)[1]) for m in known for g in _inside(owned, m)]
+    if not any(TAIL.search(leaf) for _, leaf in inside):
+        return []
+    return [g for g, leaf in inside if leaf == "weight" or TAIL.search(leaf)]
+
+
+def _inside(owned: Mapping[str, list[str]], module: str) -> Iterator[str]:
+    """The parameters of a module, those of a fused stack (`experts.down_proj_scales`) too."""
+    yield from owned.get(module, ())
+    yield from (g for g in owned.get(module.rpartition(".")[0], ()) if split(g)[0] == module)
 
 
 def _into(case: Case, name: str) -> str | None:

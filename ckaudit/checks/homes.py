@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ckaudit.checks.facts import shape, split
 from ckaudit.naming import numbered_as
@@ -40,13 +40,20 @@ class Homes:
             return set()
         return {(numbered_as(owner, like, module), prefix) for owner, prefix in self._seen[like]}
 
-    def among(self, parameters: Iterable[str], module: str) -> list[tuple[str, str]]:
-        """Those of `parameters` that belong to `module`, each with its leaf as the checkpoint would call it."""
-        homes = self.of(module)
-        found = []
-        for name in parameters:
-            owner, _, own = name.rpartition(".")
-            prefix = next((p for o, p in homes if o == owner and own.startswith(p)), None)
-            if prefix is not None:
-                found.append((name, own.removeprefix(prefix)))
-        return found
+    def among(self, owned: Mapping[str, list[str]], module: str) -> list[tuple[str, str]]:
+        """Those parameters of `owned` (see `by_owner`) that belong to `module`, each with its leaf as the checkpoint would call it."""
+        found: dict[str, str] = {}
+        for owner, prefix in self.of(module):
+            for name in owned.get(owner, ()):
+                own = name.rpartition(".")[2]
+                if own.startswith(prefix):
+                    found[name] = own.removeprefix(prefix)
+        return list(found.items())
+
+
+def by_owner(parameters: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters by the path of the module that holds them."""
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name in parameters:
+        owned[name.rpartition(".")[0]].append(name)
+    return owned
