@@ -1,11 +1,11 @@
 """Spoiled checkpoints of many architectures, replayed: does the verdict change, in the right place, for every kind of fault?
 
     python benchmarks/vllm_mutations.py 0.33.0 --rows rows.jsonl [--only LlamaForCausalLM …]
-    python benchmarks/vllm_mutations.py 0.33.0 --rows rows.jsonl --table
+    python benchmarks/vllm_mutations.py 0.33.0 --rows rows.jsonl --page docs/vllm-mutations.md
 
 `tests/vllm/mutations.py` says what is spoiled, and what must be seen; the checkpoints are those of `tests/vllm/architectures.py`, of two
-layers. One worker does all. Rows that are in the file already are kept, so that a run can be done in parts. `--table` prints them as the
-page `docs/vllm-mutations.md` shows them, every disagreement below.
+layers. One worker does all. Rows that are in the file already are kept, so that a run can be done in parts. `--page` puts the
+table, with every disagreement below it, into the page, between its two markers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ckaudit.engines import EngineOptions, select
 from ckaudit.progress import NullProgress
 from tests.vllm import architectures, mutations
 
+BEGIN, END = "<!-- rows: begin -->", "<!-- rows: end -->"
 ARCHITECTURES = """
     LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Phi3ForCausalLM
     GPT2LMHeadModel GPTNeoXForCausalLM GPTJForCausalLM OPTForCausalLM BloomForCausalLM FalconForCausalLM StableLmForCausalLM
@@ -71,14 +72,14 @@ def table(rows: Sequence[mutations.Row]) -> str:
     kinds: dict[str, list[mutations.Row]] = defaultdict(list)
     for row in rows:
         kinds[row.kind].append(row)
-    out = ["| mutation | checkpoints | fails | loads with loss | told by | disagree |", "|---|---|---|---|---|---|"]
+    out = ["| mutation | checkpoints | `fails` | `loads_with_loss` | told by | disagree |", "|---|---|---|---|---|---|"]
     for kind, members in sorted(kinds.items()):
         verdicts = Counter(r.verdict for r in members)
         told = Counter(check for r in members for check in set(r.told))
         by = ", ".join(f"{check} {n}" for check, n in told.most_common())
         wrong = sum(r.wrong is not None for r in members)
         out.append(
-            f"| {kind} | {len(members)} | {verdicts['fails']} | {verdicts['loads_with_loss']} | {by} | {wrong or ''} |"
+            f"| {kind} | {len(members)} | {verdicts['fails']} | {verdicts['loads_with_loss']} | {by} | {wrong} |"
         )
     odd = [f"- {r.architecture}, {r.kind}: {r.verdict}; {r.wrong}" for r in rows if r.wrong]
     head = (
@@ -93,10 +94,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--budget", type=float, default=120)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
-    if options.table:
-        print(table(read(options.rows)))
+    if options.page is not None:
+        head, _, rest = options.page.read_text("utf-8").partition(BEGIN)
+        text = f"{head}{BEGIN}\n{table(read(options.rows))}\n{END}{rest.partition(END)[2]}"
+        options.page.write_text(text, "utf-8")
     else:
         run(options.release, options.rows, options.only, options.budget)
 
