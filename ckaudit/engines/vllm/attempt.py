@@ -69,7 +69,8 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
     layout = {}
     for name, tensor, buffer in held(model):
         observer.watch(name, tensor)
-        layout[name] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
+        held_as = torch.Tensor.dtype.__get__(tensor)  # a bitsandbytes weight says the type it computes in
+        layout[name] = (tuple(tensor.shape), str(held_as).removeprefix("torch."), buffer)
     order: list[str] = []
 
     def give(spec: TensorSpec) -> torch.Tensor:
