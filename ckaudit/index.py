@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ckaudit import jsonscan, sniff
-from ckaudit.header import MAX_DEFECTS, Defect
+from ckaudit.header import Defect, most_defects
 
 _CONFLICT = re.compile(rb"^(<{7} |={7}\r?$|>{7} )", re.MULTILINE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -133,7 +133,7 @@ def _string_pairs(data: bytes, at: int, raw: bytes | None) -> tuple[dict[str, st
                     found = f"{names[key]} and {value}" if names[key] != value else "twice"
                     defects.append(Defect("index-duplicate", key, "each name once", found))
                 names[key] = value
-            if len(defects) > MAX_DEFECTS:
+            if len(defects) > most_defects(len(data)):
                 break
     except jsonscan.Broken as broken:
         defects.append(_not_json(data, broken.at + (0 if raw is None else at), broken.reason))

@@ -25,6 +25,7 @@ from ckaudit.header.model import MAX_HEADER as MAX_HEADER
 from ckaudit.header.model import Defect as Defect
 from ckaudit.header.model import Header as Header
 from ckaudit.header.model import TensorInfo as TensorInfo
+from ckaudit.header.model import most_defects as most_defects
 from ckaudit.header.places import misplaced
 from ckaudit.header.text import decode
 
@@ -57,6 +58,7 @@ def parse(data: bytes, file_size: int | None) -> Header:
         return Header({}, {}, 0, (Defect("not-safetensors", None, "a safetensors file", kind or "too few bytes"),))
     whole = 8 + length <= len(data)
     present = len(data) if file_size is None else file_size
+    most = most_defects(min(length, len(data)))
     defects: list[Defect] = []
     if 8 + length > present:
         defects.append(Defect("header-truncated", None, f"{length} bytes of header", f"{present - 8} bytes"))
@@ -78,8 +80,8 @@ def parse(data: bytes, file_size: int | None) -> Header:
             defects += faults
             complete = whole and all(d.code in ("metadata", "metadata-length", "extra-field", "dtype") for d in faults)
         data_size = None if file_size is None or not whole else file_size - 8 - length
-        defects += misplaced(tensors, data_size, complete=complete)
-    return Header(tensors, metadata, length, _capped(defects))
+        defects += misplaced(tensors, data_size, complete=complete, most=most)
+    return Header(tensors, metadata, length, _capped(defects, most))
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _capped(defects: list[Defect]) -> tuple[Defect, ...]:
-    if len(defects) <= MAX_DEFECTS:
+def _capped(defects: list[Defect], most: int) -> tuple[Defect, ...]:
+    if len(defects) <= most:
         return tuple(defects)
-    return (*defects[:MAX_DEFECTS], Defect("more-defects", None, "", f"more than {MAX_DEFECTS} defects"))
+    return (*defects[:most], Defect("more-defects", None, "", f"more than {most} defects"))

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ckaudit import jsonscan
-from ckaudit.header.model import DTYPE_BITS, MAX_DEFECTS, MAX_FIELD, MAX_PAIRS, MAX_SIZE, Defect, TensorInfo
+from ckaudit.header.model import DTYPE_BITS, MAX_FIELD, MAX_PAIRS, MAX_SIZE, Defect, TensorInfo, most_defects
 from ckaudit.header.text import MINUS_ZERO, Entry, Size
 
 _KEYS = ("dtype", "shape", "data_offsets")
@@ -42,6 +42,7 @@ def diagnose(
     metadata: dict[str, str] | None = None
     defects: list[Defect] = []
     shapes: Shapes = {}
+    most = most_defects(stop - start)
     try:
         for member in jsonscan.members(data, start, stop):
             name = _text(member.key)
@@ -59,7 +60,7 @@ def diagnose(
                 if info is not None:
                     tensors[name] = info
                 defects += faults
-            if len(defects) > MAX_DEFECTS:
+            if len(defects) > most:
                 break
     except jsonscan.Broken as broken:
         if whole and not any(d.code == "header-json" for d in defects):

@@ -18,7 +18,13 @@ MAX_SIZE = 2**64 - 1
 """The largest number that readers can hold (Rust `usize`)."""
 
 MAX_DEFECTS = 100_000
-"""Defects listed per file; one more says that there are others. A hostile header could hold millions."""
+"""Defects listed per file, however long; one more says that there are others. A hostile header could hold millions."""
+
+
+def most_defects(length: int) -> int:
+    """Defects that are listed of a text of so many bytes. A real entry is longer than 100 bytes, so none of its faults is left out."""
+    return min(MAX_DEFECTS, 1000 + length // 100)
+
 
 MAX_FIELD = 65_536
 """Bytes. A longer dtype, shape or place is none: real ones have twenty."""

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from math import prod
 
-from ckaudit.header.model import DTYPE_BITS, MAX_DEFECTS, MAX_SIZE, Defect, TensorInfo
+from ckaudit.header.model import DTYPE_BITS, MAX_SIZE, Defect, TensorInfo
 
 
-def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete: bool) -> list[Defect]:
-    """What is wrong with sizes and places. `complete`: every tensor of the file is in `tensors`, so that a gap is a gap."""
+def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete: bool, most: int) -> list[Defect]:
+    """What is wrong with sizes and places. `complete`: every tensor of the file is in `tensors`, so that a gap is a gap.
+
+    No more than `most` and one are looked for.
+    """
     at = 0
     bits = DTYPE_BITS
     for info in tensors.values():
@@ -22,7 +25,7 @@ def misplaced(tensors: dict[str, TensorInfo], data_size: int | None, *, complete
         if at == data_size or (data_size is None and at * 8 <= MAX_SIZE):
             return []
     wrong = chain(_sizes_wrong(tensors), _places_wrong(tensors, data_size, complete=complete))
-    return list(islice(wrong, MAX_DEFECTS + 1))
+    return list(islice(wrong, most + 1))
 
 
 def _sizes_wrong(tensors: dict[str, TensorInfo]) -> Iterator[Defect]:
