@@ -5,7 +5,7 @@ files; other arguments are libFuzzer's: `-max_len=`, `-timeout=` (seconds for on
 An input that fails is written to `crash-*`, and given as an argument it is run alone.
 
 The last line is a record of the run as JSON: inputs, seconds, crashes, the slowest input, and the worst memory in multiples of the input.
-Memory is measured of every 2000th input, its entries repeated until they are 4 MB: of 400 bytes a constant would be all there is to see.
+Memory is measured of every 10,000th input, its entries repeated until they are 2 MB: of 400 bytes a constant would be all there is to see.
 `--record FILE` appends that line to a file.
 """
 
@@ -86,7 +86,7 @@ def check(data: bytes) -> None:
 
 
 FIELDS = ("inputs", "seconds_of_slowest", "bytes_of_slowest", "memory", "bytes_of_memory")
-EVERY, LARGE = 2000, 4_000_000
+EVERY, LARGE = 10_000, 2_000_000
 
 
 class Record:
@@ -170,7 +170,7 @@ def fuzz(given: list[str], record: Record) -> None:
         words = Path(folder, "words")
         words.write_text("".join(f'"{w.replace(chr(34), chr(92) + chr(34))}"\n' for w in WORDS))
         alone = any(Path(a).is_file() for a in given)
-        defaults = [] if alone else ["-max_len=400", "-timeout=10", f"-dict={words}"]
+        defaults = [] if alone else ["-max_len=400", "-timeout=100", f"-dict={words}"]
         atheris.Setup([sys.argv[0], *defaults, *given, *([] if alone else [str(start)])], record.run)
         atheris.Fuzz()
 
