@@ -176,6 +176,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The mildest severity that makes `exit_code` 1."""
     allow_not_judged: bool = False
     """Whether something asked for that could not be judged leaves `exit_code` at 0."""
+    stopped: bool = False
+    """Whether circumstances (no such device, too little memory) broke off a load: what was known by then is all that is here."""
 
     @property
     def standing(self) -> tuple[Finding, ...]:
@@ -204,10 +206,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 judged and clean, 1 findings at or above `fail_on`, 3 something asked for was not judged.
+        """0 judged and clean, 1 findings at or above `fail_on`, 2 a load that was stopped, 3 something asked for was not judged.
 
-        1 comes before 3. Usage errors and crashes (2) never make a Report.
+        2 comes before 1, 1 before 3. Other usage errors and crashes (2 as well) never make a Report.
         """
+        if self.stopped:
+            return 2
         if fails(self.findings, self.fail_on):
             return 1
         unjudged = set(self.summary.not_judged)

@@ -97,6 +97,15 @@ def test_options_that_make_no_sense_are_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
+def test_a_load_that_was_stopped_says_so_everywhere(tmp_path: Path) -> None:
+    """No machine has so many devices. The names were judged, and still neither the text nor the JSON may tell of a success."""
+    code, document = report("load", TINY, "--device", "cuda:99", home=tmp_path)
+    assert (code, document["load"]["status"], document["load"]["blame"]) == (2, "failed", "environment")
+    code, out, said = run("load", TINY, "--device", "cuda:99", home=tmp_path)
+    assert (code, "exit 2: the load was stopped" in out, "exit 0" in out) == (2, True, False)
+    assert said.startswith("ckaudit: 100 CUDA devices asked for")
+
+
 def test_a_reference_is_kept_and_catches_another_model(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "ref.json"
     assert run("ppl", TINY, "--save-reference", kept, "--entry", "tiny", home=tmp_path)[0] == 0

@@ -67,6 +67,11 @@ class TestExitCode:
     def test_findings_come_before_what_was_not_judged(self) -> None:
         assert report(plans=(unjudged(),), findings=(finding(engine=None),)).exit_code == 1
 
+    def test_a_load_that_was_stopped_is_no_verdict(self) -> None:
+        stopped = report(plans=(good(),), findings=(finding(),), stopped=True, fail_on="never")
+        assert stopped.exit_code == 2
+        assert "exit 2: the load was stopped" in terminal.render(stopped)
+
     def test_a_suppressed_finding_does_not_count(self) -> None:
         hushed = report(findings=(finding(suppressed_by="known"), finding(severity="note")))
         assert hushed.exit_code == 0

@@ -73,7 +73,7 @@ def test_every_shape_is_valid(made: Report, names: bool) -> None:
 @pytest.mark.parametrize(
     ("path", "wrong"),
     [
-        (("exit_code",), 2), (("schema_version",), 2), (("engines", 0, "verdict"), "maybe"), (("findings", 0, "blame"), "you"),
+        (("exit_code",), 4), (("schema_version",), 2), (("engines", 0, "verdict"), "maybe"), (("findings", 0, "blame"), "you"),
         (("target", "tensors"), -1), (("findings", 0, "check"), "201"), (("engines", 0, "names", 0, "read"), 1.5),
     ],
 )  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ckaudit.cli.guard import ENVIRONMENT
 from ckaudit.cli.options import ClassName, Debug, FailOn, Jobs, Offline, TargetArg, TrustRemoteCode
 
 
@@ -92,7 +91,7 @@ def load(
             progress=progress,
         )
     if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells for all
-        raise typer.Exit(ENVIRONMENT if done.stopped else done.report.exit_code)
+        raise typer.Exit(done.report.exit_code)
     seen = done.observed.stats if done.observed is not None else ()
     if stats is not None:
         table.write(seen, stats)
@@ -112,5 +111,4 @@ def load(
         console.emit(shown)
     if done.stopped:
         typer.echo(f"ckaudit: {' '.join(done.stopped.split())}", err=True)
-        raise typer.Exit(ENVIRONMENT)
     raise typer.Exit(done.report.exit_code)

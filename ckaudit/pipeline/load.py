@@ -83,6 +83,7 @@ def load(
                 skips = tuple(s for s in skips if not (s.check == "CK501" and s.engine is None))
             findings, skips = (*findings, *loaded.findings), (*skips, *loaded.skips)
     begun = section["status"] in ("complete", "partial")
+    stopped = f"{loaded.error} {loaded.hint}" if loaded is not None and loaded.environment else None
     report = Report(
         target=describe(checkpoint),
         plans=plans,
@@ -93,6 +94,6 @@ def load(
         load=section,
         forward=loaded.forward if loaded else None,
         fail_on=fail_on,
+        stopped=stopped is not None,
     )
-    stopped = f"{loaded.error} {loaded.hint}" if loaded is not None and loaded.environment else None
     return Loaded(report, loaded.observed if loaded else None, stopped)

@@ -358,8 +358,10 @@ class Document(msgspec.Struct, frozen=True):
     diff: Annotated[Diff | None, Meta(description="A comparison with another checkpoint, where one was asked for.")]
     summary: Annotated[Summary, Meta(description="The findings in numbers.")]
     exit_code: Annotated[
-        Literal[0, 1, 3],
-        Meta(description="0 clean; 1 findings at or above --fail-on; 3 something asked for was not judged."),
+        Literal[0, 1, 2, 3],
+        Meta(
+            description="0 clean; 1 findings at or above --fail-on; 2 a load was stopped; 3 something asked for was not judged."
+        ),
     ]
 
 

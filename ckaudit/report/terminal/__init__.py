@@ -24,6 +24,7 @@ from ckaudit.report.terminal.verdicts import details, every_name, verdicts
 _EXITS = {
     0: "nothing at or above",
     1: "findings at or above",
+    2: "the load was stopped",
     3: "something asked for could not be judged",
 }
 
@@ -133,7 +134,7 @@ def _summary(report: Report, width: int) -> Text:
     line = counts(s.errors, s.warnings, s.notes, s.skips)
     if s.suppressed:
         line.append(f" · {s.suppressed:,} suppressed", style="dim")
-    meaning = _EXITS[code] if code == 3 else f"{_EXITS[code]} {report.fail_on}"
+    meaning = _EXITS[code] if code in (2, 3) else f"{_EXITS[code]} {report.fail_on}"
     if code == 0 and report.fail_on == "never":
         meaning = "findings never fail"
     code_and_meaning = f"exit {code}: {meaning}"
