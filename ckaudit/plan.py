@@ -144,6 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     id: str
     """As in `--engine`: `transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`."""
     engine: str
+    """The software: `transformers`, `vllm`, or the project of one's own rule book."""
     release: str | None
     method: Method
     options: dict[str, Any] = {}

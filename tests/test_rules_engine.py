@@ -60,7 +60,7 @@ def test_these_releases_load_it(release):
     found = plan(f"rules:vllm=={release}")
     assert (found.verdict, found.error) == ("loads", None)
     assert counts(found) == (Counter(loaded=779), Counter(full=595))
-    assert found.method == "rules"
+    assert (found.engine, found.method) == ("vllm", "rules")
     assert [n.kind for n in found.notes] == ["provisional"]
 
 

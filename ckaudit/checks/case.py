@@ -67,7 +67,8 @@ class Case:
         if self._renames is None:
             seen: dict[str, list[str]] = {}
             for name, fate in self.strays.items():
-                seen.setdefault(_looked_up(fate) if self.plan.engine == "vllm" else fate.into or name, []).append(name)
+                replayed = self.plan.engine == "vllm" and self.plan.method != "rules"
+                seen.setdefault(_looked_up(fate) if replayed else fate.into or name, []).append(name)
             unwritten = [name for name, p in self.gaps.items() if p.coverage == "none"] if seen else []
             unwritten += self.parts if seen else ()
             self._renames = seen, infer_rename(seen, unwritten) if unwritten else None

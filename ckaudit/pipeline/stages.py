@@ -61,7 +61,7 @@ def refused(plans: tuple[Plan, ...], findings: Iterable[Finding], checkpoint: Ch
     errors = [f for f in findings if f.severity == "error" and f.engine is None]
     told = []
     for plan in plans:
-        loader = "vllm" if plan.engine == "vllm" or plan.id.startswith("rules:vllm") else "transformers"
+        loader = "vllm" if plan.engine == "vllm" else "transformers"
         refuses = refusing(checkpoint, loader, plan.release)
         worst = next((f for f in errors if f.check in refuses), None)
         if worst is not None and plan.error is None and plan.not_judged is None:

@@ -98,7 +98,8 @@ class RulesEngine:
         return msgspec.structs.replace(plan, id=name, release=release, notes=notes)
 
     def _not_judged(self, reason: str) -> Plan:
-        return Plan(id=self.id, engine="rules", release=self.release, method="rules", not_judged=reason)
+        project = self.book.project if self.book else "vllm"
+        return Plan(id=self.id, engine=project, release=self.release, method="rules", not_judged=reason)
 
 
 def _whole(checkpoint: Checkpoint, book: Book) -> list[str]:

@@ -28,7 +28,7 @@ def judge(checkpoint: Checkpoint, book: Book, section: Section, model: Model) ->
     unjudged = (Unjudged("shapes", "no header was read, so only names could be judged"),) if bare else ()
     return Plan(
         id="rules",
-        engine="rules",
+        engine=book.project,
         release=model.release,
         method="rules",
         environment={"rule book": book.architecture, "section": section.releases},
