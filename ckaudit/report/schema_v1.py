@@ -170,7 +170,7 @@ class Engine(msgspec.Struct, frozen=True):
     """The verdict of one engine."""
 
     id: Annotated[str, Meta(description="As in --engine: transformers, vllm==0.25.1, rules:vllm==0.25.1.")]
-    engine: Annotated[str, Meta(description="The software: transformers, vllm.")]
+    engine: Annotated[str, Meta(description="The software: transformers, vllm; of rules too, whose method says so.")]
     release: Annotated[str | None, Meta(description="Its release; null when unknown.")]
     method: Annotated[
         Literal["replay", "live", "rules"],
