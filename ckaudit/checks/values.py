@@ -28,6 +28,8 @@ _ZERO_BY_DESIGN = re.compile(
     r"lora_B|lora_embedding_B|zero_conv|adaLN|adaln|controlnet_(down|mid)|token_type_embeddings|position_embedding|pos_embed"
 )
 _EMBEDDING = re.compile(r"(^|[._])(lm_head|embed|shared|wte|output|word_embeddings)")
+# Positions that are computed, not learned, are the same in an encoder and its decoder.
+_POSITIONS = re.compile(r"position|pos_emb|sinusoid", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4")
@@ -228,7 +230,7 @@ def _as_drawn(tensor: TensorStats, scale: float | None) -> bool:
 
 def _same(seen: Observed) -> list[Finding]:
     tied = [set(group) for group in seen.tied]
-    groups = [g for g in seen.equal if not any(set(g) <= t for t in tied)]
+    groups = [g for g in seen.equal if not any(set(g) <= t for t in tied) and not all(_POSITIONS.search(n) for n in g)]
     if not groups:
         return []
     heads = [g for g in groups if all(_EMBEDDING.search(n) for n in g)]

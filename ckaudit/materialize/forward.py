@@ -13,7 +13,7 @@ from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.media import Tensors, parameters
 from ckaudit.materialize.probe import Probe, tensors_in
-from ckaudit.materialize.recipes import Recipes, accepted, place
+from ckaudit.materialize.recipes import Recipes, accepted, lacking, place
 from ckaudit.materialize.watch import Watch
 
 TOP = 5
@@ -63,6 +63,7 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
     for origin, make in _ways(job, kind, recipes):
         torch.manual_seed(job.options.seed)
         made = False
+        inputs: Tensors = {}
         try:
             inputs = place(accepted(make(), model), model)
             made = True
@@ -71,7 +72,11 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
             raise
         except Exception as error:  # noqa: BLE001  (a processor that cannot, an input that the model does not take, or a fault of it)
             failures.setdefault(origin, _line(error))
-            if made and origin not in refused:
+            if (
+                made
+                and origin not in refused
+                and not ((origin == "config" or kind == "text") and lacking(error, inputs, model))
+            ):
                 refused.append(origin)
             continue
         if done["status"] == "ran":
@@ -80,7 +85,10 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
         ignored.append(origin)
     tried = {"ignored_from": ignored, "raised_from": refused}
     if ignored:
-        return _not_run(kind, f"no part of the model looked at the {kind} input") | {"status": "ignored"} | tried
+        # Where the config has no placeholder and the repo no processor, nobody says how such an input has to look.
+        judged = _PROCESSOR in ignored or not isinstance(recipes, Recipes) or recipes.marks(kind)
+        status = "ignored" if judged else "not_run"
+        return _not_run(kind, f"no part of the model looked at the {kind} input") | {"status": status} | tried
     theirs = _PROCESSOR if _PROCESSOR in refused else "config" if refused and kind in ("text", "latent") else None
     if theirs is not None:
         return _not_run(kind, failures[theirs]) | {"status": "raised"} | tried
@@ -92,9 +100,20 @@ def _ways(job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> Iterator
     options = job.options
     if kind != "latent" and processed.has_processor(job.folder):
         length = max(options.tokens, 64)
+        assert isinstance(recipes, Recipes)
         yield (
             _PROCESSOR,
-            lambda: processed.make(job.folder, kind, length, options.seed, trust_remote_code=options.trust_remote_code),
+            lambda: recipes.complete(
+                processed.make(
+                    job.folder,
+                    kind,
+                    length,
+                    options.seed,
+                    trust_remote_code=options.trust_remote_code,
+                    room=recipes.room,
+                    marks=recipes.marks(kind),
+                )
+            ),
         )
     for make in recipes.candidates(kind):
         yield "config", make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 _SIDE = 224
 _FRAMES = 4
 _RATE = 16000
+_ROOMY = 512
+"""Tokens. A model with fewer positions may not take a second sentence."""
 _SENTENCE = (
     "The quick brown fox jumps over the lazy dog while seven wizards quietly examine a box of liquor jugs. "
     "Describe what you notice, step by step, and then say what could be learned from it. "
@@ -28,8 +31,20 @@ def has_processor(folder: str) -> bool:
     return any((Path(folder) / name).exists() for name in names)
 
 
-def make(folder: str, kind: str, length: int, seed: int, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Inputs of one kind with at least `length` tokens. Raises whatever the processor raises when it cannot."""
+def make(
+    folder: str,
+    kind: str,
+    length: int,
+    seed: int,
+    *,
+    trust_remote_code: bool,
+    room: int | None = None,
+    marks: bool = True,
+) -> dict[str, Any]:
+    """Inputs of one kind with at least `length` tokens, at most the `room` that the model has for text (None: without end).
+
+    `marks`: whether a placeholder in the text stands for pixels or sound. Raises whatever the processor raises when it cannot.
+    """
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -45,16 +60,40 @@ def make(folder: str, kind: str, length: int, seed: int, *, trust_remote_code: b
         media["audio"] = [random.standard_normal(_RATE).astype(np.float32)]
     if kind != "text":
         parts.append({"type": kind})
-    for repeat in range(1, 65):
-        text = _SENTENCE * repeat
-        prompt = _prompt(processor, [*parts, {"type": "text", "text": text}], kind, text)
+    if not _reads(processor):
+        return dict(processor(*media.values(), return_tensors="pt"))
+    best: dict[str, Any] | None = None
+    for text in _texts(room):
+        prompt = _prompt(processor, [*parts, {"type": "text", "text": text}], kind, text, marks=marks)
         inputs = dict(processor(text=prompt, **media, return_tensors="pt"))
-        if inputs["input_ids"].shape[-1] >= length:
+        inputs.pop("labels", None)  # text beside sound is what it should be written down as: no input
+        if "input_ids" not in inputs:
             return inputs
+        count = inputs["input_ids"].shape[-1]
+        if room is not None and count > room and best is not None:
+            return best
+        if count >= length:
+            return inputs
+        best = inputs
     raise ValueError(f"the tokenizer makes fewer than {length} tokens of {len(text)} characters")
 
 
-def _prompt(processor: Any, content: list[dict[str, Any]], kind: str, text: str) -> str:
+def _texts(room: int | None) -> Iterator[str]:
+    """Longer and longer texts; word by word where the model has little room."""
+    words = (_SENTENCE * 64).split()
+    step = len(_SENTENCE.split()) if room is None or room >= _ROOMY else 1
+    for count in range(step, len(words) + 1, step):
+        yield " ".join(words[:count])
+
+
+def _reads(processor: Any) -> bool:
+    """Whether it reads text: one for images or sound alone does not."""
+    from transformers import FeatureExtractionMixin, ImageProcessingMixin
+
+    return not isinstance(processor, FeatureExtractionMixin | ImageProcessingMixin)
+
+
+def _prompt(processor: Any, content: list[dict[str, Any]], kind: str, text: str, *, marks: bool) -> str:
     if getattr(processor, "chat_template", None):
         conversation: list[dict[str, Any]] = [
             {"role": "user", "content": content if kind != "text" or _takes_parts(processor) else text}
@@ -65,6 +104,8 @@ def _prompt(processor: Any, content: list[dict[str, Any]], kind: str, text: str)
         return text
     placeholder = getattr(processor, f"{kind}_token", None)
     if not isinstance(placeholder, str):
+        if not marks:  # a pair of encoders: each reads its own
+            return text
         raise ValueError(f"no chat template, and no placeholder for {kind} input")
     return placeholder + text
 

@@ -18,6 +18,8 @@ from ckaudit.materialize.classes import first_value, sub_configs
 from ckaudit.materialize.media import FRAMES, Media, Tensors, parameters
 
 _PROJECTOR = re.compile("projector|connector|adapter|aligner|bridge")
+_INPUT = re.compile("pixel|patches|image|video|audio|speaker|bbox|_values$|features$")
+"""Parameters of a forward method that stand for something to look at or to hear."""
 _SPECIAL = ("image", "video", "audio")
 
 
@@ -25,7 +27,9 @@ class Recipes:
     """Makes inputs for one model; `length` is the number of text tokens."""
 
     def __init__(self, model: Any, length: int, seed: int) -> None:
-        self.model, self.config, self.length = model, model.config, length
+        self.model, self.config = model, model.config
+        self.room = text_room(model.config)
+        self.length = min(length, self.room or length)
         self._random = torch.Generator().manual_seed(seed)
         self.takes = set(parameters(model.forward))
         self._media = Media(model, self.takes, self._random)
@@ -33,7 +37,7 @@ class Recipes:
     def kinds(self) -> tuple[str, ...]:
         """What the model takes: `text`, `image`, `video`, `audio`, in this order."""
         kinds = ["text"] if "input_ids" in self.takes or "decoder_input_ids" in self.takes else []
-        kinds += ["image"] if "pixel_values" in self.takes else []
+        kinds += ["image"] if self.takes & {"pixel_values", "flattened_patches"} else []
         kinds += ["video"] if "pixel_values_videos" in self.takes else []
         kinds += ["audio"] if self.takes & {"input_features", "input_values", "input_audio_features"} else []
         if len(kinds) > 1 and self._needs_both():
@@ -60,6 +64,8 @@ class Recipes:
         for tensors in self._media.of(kind):
             if placeholder is None or "input_ids" not in self.takes:
                 yield partial(self._alone, tensors)
+                if hasattr(self.config, "decoder"):  # some read them in place of what the decoder has written so far
+                    yield partial(self._alone, tensors, decoder=False)
                 continue
             yield partial(self._mixed, kind, tensors, placeholder)
             if kind == "video":  # some models want each frame between marks of its own
@@ -73,9 +79,9 @@ class Recipes:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return self._with_decoder(inputs)
 
-    def ids(self, count: int) -> torch.Tensor:
-        """(1, count) token ids."""
-        size = self._vocabulary()
+    def ids(self, count: int, size: int | None = None) -> torch.Tensor:
+        """(1, count) token ids, of a vocabulary of `size` (None: the model's)."""
+        size = size or self._vocabulary()
         named = [item for part in sub_configs(self.config) for item in vars(part).items()]
         special = {v for k, v in named if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
         drawn = torch.randint(0, size, (1, count), generator=self._random)
@@ -91,21 +97,40 @@ class Recipes:
         except (AttributeError, NotImplementedError, TypeError):
             return int(first_value(self.config, "vocab_size") or 32)
 
-    def _with_decoder(self, inputs: Tensors) -> Tensors:
+    def complete(self, inputs: Tensors) -> Tensors:
+        """The inputs with what the decoder of an encoder-decoder model needs besides."""
+        more: Tensors = {}
         if "decoder_input_ids" in self.takes and getattr(self.config, "is_encoder_decoder", False):
-            start = first_value(self.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
-            limit = int(first_value(self.config, "max_target_positions", "max_position_embeddings") or self.length)
-            ids = self.ids(min(self.length, limit))
-            ids[0, 0] = start
-            inputs["decoder_input_ids"] = ids
-        return {k: v for k, v in inputs.items() if k in self.takes or (k == "attention_mask" and self._any_keyword())}
+            more["decoder_input_ids"] = self._decoder_ids()
+        if "decoder_input_values" in self.takes:  # speech is what it writes, in the voice of a speaker
+            more["decoder_input_values"] = self._media.noise(1, self.length, int(self.config.num_mel_bins))
+            if "speaker_embeddings" in self.takes:
+                more["speaker_embeddings"] = self._media.noise(1, int(self.config.speaker_embedding_dim))
+        return {**more, **inputs}
+
+    def _with_decoder(self, inputs: Tensors) -> Tensors:
+        known = self.takes | ({"attention_mask"} if self._any_keyword() else set())
+        return {k: v for k, v in self.complete(inputs).items() if k in known}
+
+    def _decoder_ids(self) -> torch.Tensor:
+        """(1, n) ids of the decoder's own vocabulary; (codebooks, n) where it writes sound in several at once."""
+        decoder = getattr(self.config, "decoder", None)
+        size = getattr(decoder, "vocab_size", None) or getattr(self.config, "decoder_vocab_size", None)
+        codebooks = getattr(decoder, "num_codebooks", None)
+        limit = int(first_value(self.config, "max_target_positions", "max_position_embeddings") or self.length)
+        ids = torch.cat([self.ids(min(self.length, limit), size) for _ in range(codebooks or 1)])
+        if codebooks is None:
+            ids[0, 0] = first_value(self.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
+        return ids
 
     def _any_keyword(self) -> bool:
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.model.forward).parameters.values())
 
-    def _alone(self, tensors: Tensors) -> Tensors:
+    def _alone(self, tensors: Tensors, *, decoder: bool = True) -> Tensors:
         """An input of a model without placeholders: pixels or sound, and text where it takes both (as CLIP does)."""
         text = self.text() if "input_ids" in self.takes else {}
+        if not decoder:
+            return {k: v for k, v in {**text, **tensors}.items() if not k.startswith("decoder_")}
         return self._with_decoder({**text, **tensors})
 
     def _mixed(self, kind: str, tensors: Tensors, placeholder: int, groups: int = 1) -> Tensors:
@@ -153,6 +178,10 @@ class Recipes:
             found.append(torch.tensor([[token]]) if isinstance(token, int) else torch.empty((1, 0), dtype=torch.long))
         return found[0], found[1]
 
+    def marks(self, kind: str) -> bool:
+        """Whether the config has a place for the id that stands for this kind of input in a text."""
+        return kind in _SPECIAL and any(hasattr(self.config, f"{kind}_token_{end}") for end in ("id", "index"))
+
     def _placeholder(self, kind: str) -> int | None:
         """The id that stands for pixels or sound. Where the config has a place for it and nothing in it, one is chosen and put there."""
         names = (f"{kind}_token_id", f"{kind}_token_index")
@@ -179,6 +208,24 @@ def _watching(model: Any, width: int, made: list[int]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def text_room(config: Any) -> int | None:
+    """How many tokens of text a model has positions for; None where its config does not say."""
+    room = first_value(getattr(config, "text_config", None) or config, "max_position_embeddings", "n_positions")
+    return room if isinstance(room, int) and room > 0 else None
+
+
+def lacking(error: BaseException, inputs: Tensors, model: Any) -> bool:
+    """Whether a model raised for want of an input that was not given: it names a parameter of its own, or meets None in its place.
+
+    A model of text alone has been given all it takes: what it raises is about itself.
+    """
+    absent = {p for p in parameters(model.forward) if p not in inputs and _INPUT.search(p)}
+    named = set(re.findall("[a-z_]+", str(error)))
+    return bool(absent) and (
+        bool(absent & named) or (isinstance(error, TypeError | AttributeError) and "NoneType" in str(error))
+    )
 
 
 def accepted(inputs: Tensors, model: Any) -> Tensors:

@@ -1,0 +1,181 @@
+"""Inputs by what a model takes, beyond the plain cases: what it needs besides, what it has room for, and what a processor alone makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests import tiny_models  # noqa: E402
+from tests.test_load import run  # noqa: E402
+
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+_BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 320, "max_position_embeddings": 128,
+}  # fmt: skip
+_SPEECH = {
+    "vocab_size": 81, "hidden_size": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_layers": 2,
+    "decoder_ffn_dim": 64, "decoder_attention_heads": 4, "speech_decoder_prenet_units": 32, "speech_decoder_postnet_units": 32,
+    "speaker_embedding_dim": 16, "num_mel_bins": 16,
+}  # fmt: skip
+
+
+def _musicgen(t: Any) -> Any:
+    parts = {
+        "text_encoder": t.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=320),
+        "audio_encoder": t.EncodecConfig(
+            hidden_size=16, num_filters=4, codebook_size=64, codebook_dim=16, upsampling_ratios=[4, 2], num_lstm_layers=1
+        ),
+        "decoder": t.MusicgenDecoderConfig(
+            hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, num_codebooks=4, pad_token_id=63
+        ),
+    }  # fmt: skip
+    return t.MusicgenForConditionalGeneration(t.MusicgenConfig(**{k: v.to_dict() for k, v in parts.items()}))
+
+
+def _pix2struct(t: Any) -> Any:
+    text = {"hidden_size": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 320}
+    vision = {
+        "hidden_size": 32, "patch_embed_hidden_size": 192, "d_ff": 64, "d_kv": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "patch_size": 8, "seq_len": 64,
+    }  # fmt: skip
+    config = t.Pix2StructConfig(text_config=text | {"decoder_start_token_id": 0}, vision_config=vision)
+    return t.Pix2StructForConditionalGeneration(config)
+
+
+def _spectrogram(t: Any) -> Any:
+    return t.ASTForAudioClassification(
+        t.ASTConfig(**{k: v for k, v in _TEXT.items() if k != "vocab_size"}, max_length=64, num_mel_bins=16)
+    )
+
+
+def _owlvit(t: Any) -> Any:
+    text = {**_TEXT, "max_position_embeddings": 16}
+    return t.OwlViTForObjectDetection(t.OwlViTConfig(text_config=text, vision_config=_VISION, projection_dim=32))
+
+
+def _vilt(t: Any) -> Any:
+    return t.ViltForQuestionAnswering(t.ViltConfig(**_TEXT, max_position_embeddings=40, image_size=32, patch_size=8))
+
+
+def _two_vocabularies(t: Any) -> Any:
+    encoder = t.BertConfig(**_TEXT)
+    decoder = t.BertConfig(**{**_TEXT, "vocab_size": 40}, is_decoder=True, add_cross_attention=True)
+    config = t.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id = config.pad_token_id = 0
+    return t.EncoderDecoderModel(config)
+
+
+MODELS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "several codebooks": (_musicgen, ["text"]),
+    "two vocabularies": (_two_vocabularies, ["text"]),
+    "speech written in a voice": (lambda t: t.SpeechT5ForTextToSpeech(t.SpeechT5Config(**_SPEECH)), ["text"]),
+    "patches with their places": (_pix2struct, ["image"]),
+    "spectrogram": (_spectrogram, ["audio"]),
+    "sixteen tokens of text": (_owlvit, ["image"]),
+    "forty tokens of text": (_vilt, ["image"]),
+}
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """As if trained: no weight left at the zero or the one that it starts with."""
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point() and tensor.dim() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+            torch.nn.init.normal_(tensor, std=0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_a_model_needs_besides_is_made(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, wanted = MODELS[kind]
+    result = run(saved(make(transformers), tmp_path))
+    assert result.forward is not None
+    assert [r["kind"] for r in result.forward["runs"] if r["status"] == "ran" and r["finite"]] == wanted
+    assert result.findings == ()
+
+
+def test_text_without_the_picture_that_must_be_there_is_no_fault(tmp_path: Path) -> None:
+    """ViLT raises "You have to specify either pixel_values or image_embeds": a word about the input, not about the weights."""
+    result = run(saved(_vilt(transformers), tmp_path), modalities=("text",), values=False)
+    assert result.forward is not None
+    assert [(r["kind"], r["status"]) for r in result.forward["runs"]] == [("text", "not_run")]
+    assert "pixel_values" in result.forward["runs"][0]["reason"]
+    assert result.findings == ()
+    assert {s.check for s in result.skips} >= {"CK602", "CK603"}
+
+
+def test_computed_positions_are_the_same_in_both_halves(tmp_path: Path) -> None:
+    model = transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**_BART))
+    result = run(saved(model, tmp_path), forward=False)
+    assert result.observed is not None
+    assert any("embed_positions" in name for group in result.observed.equal for name in group)
+    assert result.findings == ()
+
+
+# --- processors
+
+
+def words(**more: Any) -> Any:
+    """A tokenizer of one token for each letter: the longest ids that a text can become."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    letters = {c: i + 4 for i, c in enumerate("abcdefghijklmnopqrstuvwxyzTD.,")}
+    raw = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **letters}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", pad_token="<pad>", **more)
+
+
+def origin(folder: Path) -> list[tuple[str, str, str | None, str | None]]:
+    result = run(folder, values=False)
+    assert result.forward is not None
+    assert result.findings == ()
+    return [(r["kind"], r["status"], r["inputs_from"], r["reason"]) for r in result.forward["runs"]]
+
+
+def test_a_tokenizers_text_comes_with_what_the_decoder_needs(tmp_path: Path) -> None:
+    words().save_pretrained(tiny_models.save("t5", tmp_path))
+    assert origin(tmp_path) == [("text", "ran", "processor", None)]
+
+
+def test_the_processor_of_a_pair_of_encoders_keeps_to_the_room_for_text(tmp_path: Path) -> None:
+    """CLIP has positions for 77 tokens and no placeholder: a processor's text is cut to fit, as its users' is."""
+    words().save_pretrained(tiny_models.save("clip", tmp_path))
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    transformers.CLIPImageProcessor(**sizes).save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+    assert origin(tmp_path) == [("image", "ran", "processor", None)]
+
+
+@pytest.mark.parametrize("kind", ["vit", "whisper"])
+def test_a_processor_without_words(kind: str, tmp_path: Path) -> None:
+    tiny_models.save(kind, tmp_path)
+    if kind == "vit":
+        transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    else:  # 64 frames for 32 positions
+        transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=250).save_pretrained(tmp_path)
+    assert origin(tmp_path) == [({"vit": "image", "whisper": "audio"}[kind], "ran", "processor", None)]
+
+
+def test_a_processor_without_words_whose_pictures_do_not_fit(tmp_path: Path) -> None:
+    tiny_models.save("vit", tmp_path)
+    transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)
+    (found,) = run(tmp_path, values=False).findings
+    assert (found.check, found.blame) == ("CK602", "config")
+    assert "image input from the repo's processor" in found.message
