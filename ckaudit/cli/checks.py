@@ -8,7 +8,7 @@ from ckaudit.cli.options import Debug
 
 
 def checks(
-    check: Annotated[str | None, typer.Argument(metavar="[ID]", help="Show this check's page.")] = None,
+    check: Annotated[str | None, typer.Argument(metavar="ID", help="Show this check's page.")] = None,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
     """List every check, or show one check's page."""

@@ -36,7 +36,10 @@ def diff(
     offline: Offline = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
-    """Compare two checkpoints by their headers: what was lost, added, renamed, reshaped or retyped, and what explains it."""
+    """Compare two checkpoints by their headers.
+
+    What was lost, added, renamed, reshaped or retyped on the way from A to B, and what explains it.
+    """
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
     from ckaudit.pipeline.diff import diff as run

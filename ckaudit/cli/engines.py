@@ -8,12 +8,12 @@ from ckaudit.cli.guard import guarded
 from ckaudit.cli.options import Debug
 
 engines = typer.Typer(
-    help="Keep releases of vLLM: their Python files, nothing of them installed.",
+    help="Keep releases of vLLM: their Python files, not installed.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-Spec = Annotated[str, typer.Argument(metavar="SPEC", help="vllm==X; for add also a range, such as 'vllm>=0.33'.")]
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help="vllm==X, or a range such as 'vllm>=0.33'.")]
 
 
 def list_(debug: Debug = False) -> None:  # noqa: ARG001  (read by `guarded`)
@@ -41,7 +41,7 @@ def add(spec: Spec, debug: Debug = False) -> None:  # noqa: ARG001  (read by `gu
     console.emit("".join(f"vllm=={version} is kept\n" for version in kept))
 
 
-def remove(spec: Spec, debug: Debug = False) -> None:  # noqa: ARG001  (read by `guarded`)
+def remove(spec: Annotated[str, typer.Argument(metavar="SPEC", help="vllm==X.")], debug: Debug = False) -> None:  # noqa: ARG001  (read by `guarded`)
     """Forget a release."""
     from ckaudit.cli import console
     from ckaudit.engines.vllm import store

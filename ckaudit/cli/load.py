@@ -52,7 +52,7 @@ def load(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every layer, every name, every stage.")] = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
-    """Load the checkpoint on a device, check every value, and run one forward pass."""
+    """Load a checkpoint, look at every value, run one forward pass."""
     from ckaudit.cli import console
     from ckaudit.materialize import LoadOptions
     from ckaudit.materialize import stats as table

@@ -84,7 +84,7 @@ def names(
     platform: Platform = None,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
-    """Audit a checkpoint's tensor names, shapes and files from its headers alone."""
+    """Audit a checkpoint's names, shapes and files by its headers."""
     from ckaudit.cli import console
     from ckaudit.errors import UsageError
     from ckaudit.pipeline.names import audit

@@ -63,7 +63,10 @@ def ppl(
     ] = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
-    """Measure perplexity on pictures and texts, and compare it with a reference, other settings or a running server."""
+    """Measure perplexity on pictures and texts, and compare it.
+
+    With a reference kept earlier, other settings, another repo or a running server; without one, the number alone is told.
+    """
     from ckaudit.cli import console
     from ckaudit.pipeline.perplexity import measure
     from ckaudit.report import json_v1, terminal

@@ -24,7 +24,7 @@ def lint(
     offline: Offline = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
 ) -> None:
-    """Find rules that cascade, shadow, collide, repeat themselves or can never fire."""
+    """Find rules that cascade, shadow, collide or can never fire."""
     from ckaudit import rulebook
     from ckaudit.checks import rules as checks
     from ckaudit.cli import console

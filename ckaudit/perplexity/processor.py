@@ -23,8 +23,10 @@ def load_processor(folder: Path, *, min_pixels: int | None = None, max_pixels: i
             return AutoTokenizer.from_pretrained(folder)
         processor = _whole(folder) if find_spec("torchvision") else _without_video(folder)
     except ImportError as error:
+        said = str(error).strip().split(". ")[0].removesuffix(".")  # what follows is advice for notebooks
         raise EngineError(
-            f"The processor of {folder.name} needs a package that is not installed: {error}.", "Install it."
+            f"The processor of {folder.name} needs a package that is not installed: {said}.",
+            "Install it; pictures take the extra ckaudit[ppl].",
         ) from error
     except (ValueError, OSError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

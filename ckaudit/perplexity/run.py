@@ -52,8 +52,8 @@ def run(
     drifts: list[Drift] = []
     reference: Score | None
     if options.against:
+        score = _serve(side, rows, options, drifts)  # first: a server that is not there or cannot tell is known at once
         reference = kept.score if kept else side.score(rows, options.settings)
-        score = _serve(side, rows, options, drifts)
     elif candidate or options.candidate_settings:
         reference = kept.score if kept else side.score(rows, options.settings)
         other = _Side(candidate, options, progress, cache) if candidate else side

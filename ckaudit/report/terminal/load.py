@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ckaudit.report.terminal.layout import grid, label, many, safe, size
+from ckaudit.report.terminal.layout import grid, label, many, prose, safe, size
 
 SHOWN = 24
 """Lines of the chart, unless all are asked for."""
@@ -36,7 +36,8 @@ def _loaded(section: dict[str, Any], *, verbose: bool) -> Iterator[RenderableTyp
     line = Text(f"{mark} load {status.replace('_', ' ')}", style=style)
     facts = []
     if section.get("bytes") is not None and section.get("seconds"):
-        facts.append(f"{size(section['bytes'])} in {section['seconds']:.2f} s ({section['gb_per_s']:.1f} GB/s)")
+        speed = f" ({section['gb_per_s']:.1f} GB/s)" if section["gb_per_s"] >= 0.05 else ""
+        facts.append(f"{size(section['bytes'])} in {section['seconds']:.2f} s{speed}")
     if section.get("device_name") or section.get("device"):
         devices = section.get("devices") or 1
         facts.append(
@@ -72,13 +73,14 @@ def _forward(forward: dict[str, Any]) -> Iterator[RenderableType]:
         name, shape = next(iter(run["outputs"].items()), ("", []))
         top = run.get("fingerprint") or {}
         pairs = zip(top.get("ids", ())[:3], top.get("logits", ())[:3], strict=False)
-        last = ", ".join(f"{i} ({v:.3g})" for i, v in pairs)
+        last = ", ".join(f"{i} ({'not finite' if v is None else f'{v:.3g}'})" for i, v in pairs)
         table.add_row(
             safe(run["kind"]), result, safe(f"{name} {'x'.join(map(str, shape))}"), f"{run['seconds']:.2f} s", last
         )
     yield table
     for reason, kinds in _unprocessed(forward).items():
-        yield label(f"{' and '.join(kinds)} input made from the config, not by the repo's {safe(reason)}")
+        inputs = ", ".join(kinds)
+        yield prose(f"{inputs}: input made from the config, not by the repo's {reason}", "dim")
     expected = forward.get("expect")
     if expected:
         yield label(f"compared with {safe(str(expected.get('file', '')))}")
