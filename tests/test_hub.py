@@ -525,6 +525,18 @@ def _own_session() -> Iterator[None]:
     huggingface_hub.close_session()
 
 
+@pytest.mark.parametrize(("folder", "said"), [("org", True), ("other", False)])
+def test_a_path_with_a_slip_is_told_as_one(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: bool
+) -> None:
+    """`org/nmae` beside a folder `org`: the user may never have meant the Hub."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError) as found:
+        open_source("org/nmae")
+    assert ("There is no folder org/nmae here either. " in str(found.value)) is said
+
+
 def test_a_refused_connection_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -33,7 +33,13 @@ class HubTarget(msgspec.Struct, frozen=True):
     def open(self, *, jobs: int, offline: bool, progress: Progress) -> Source:
         from ckaudit.source.hub import open_hub
 
-        return open_hub(self.name, self.revision, jobs=jobs, offline=offline, progress=progress)
+        try:
+            return open_hub(self.name, self.revision, jobs=jobs, offline=offline, progress=progress)
+        except SourceError as error:
+            parent = os.path.dirname(self.name)
+            if parent and os.path.isdir(parent):  # more likely a path with a slip than a repo of that owner
+                error.message = f"{error.message.rstrip('.')}. There is no folder {self.name} here either."
+            raise
 
 
 class LocalTarget(msgspec.Struct, frozen=True):
