@@ -219,7 +219,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             len(unjudged) == len(self.plans) and self.load is None and self.perplexity is None and self.diff is None
         )
         in_part = self.diff is not None and self.diff.roundtrip and bool(self.diff.unjudged)
-        if not self.allow_not_judged and (nothing_judged or in_part or self.requested & unjudged):
+        begun = self.load is None or self.load.get("status") != "not_begun"
+        in_part = in_part or not (begun or any(p.verdict == "fails" for p in self.plans))
+        ranks = any(row["verdict"] == "not_judged" for p in self.plans for row in p.tp)
+        if not self.allow_not_judged and (nothing_judged or in_part or ranks or self.requested & unjudged):
             return 3
         return 0
 

@@ -508,6 +508,8 @@ def test_a_config_that_the_release_does_not_know(llama: Path, tmp_path: Path) ->
         (ImportError("This model needs gptqmodel"), True, "gptqmodel"),
         (KeyboardInterrupt(), True, "Interrupted in stage 'load'"),
         (ValueError("the loader says no"), False, "the loader says no"),
+        (KeyError("of_tomorrow"), False, "KeyError: 'of_tomorrow'"),
+        (OSError("no such\n  field"), True, "OSError: no such field"),
     ],
 )
 def test_whose_matter_an_error_is(

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parent.parent
@@ -60,8 +61,10 @@ def test_a_sound_model_loads_runs_and_is_shown(tmp_path: Path) -> None:
 
 def test_one_nan_is_found_by_value_and_by_running(model: Path, tmp_path: Path) -> None:
     spoil(model, "model.layers.1.mlp.up_proj.weight", float("nan"))
-    code, document = report("load", model, home=tmp_path)
-    assert code == 1
+    code, shown, said = run("load", model, "--json", tmp_path / "report.json", home=tmp_path)
+    assert code == 1, said
+    assert "(not finite)" in shown  # in the place of a logit
+    document = json.loads((tmp_path / "report.json").read_text())
     found = {f["check"]: f for f in document["findings"]}
     assert found["CK501"]["names"] == ["model.layers.1.mlp.up_proj.weight"]
     assert document["load"]["status"] == "complete"
@@ -77,6 +80,16 @@ def test_a_load_that_cannot_work_is_not_begun_without_force(model: Path, tmp_pat
     assert code == 1
     assert document["load"]["status"] == "not_begun"
     assert document["forward"] is None
+
+
+def test_an_index_without_its_files_is_not_loaded(tmp_path: Path) -> None:
+    (folder := tmp_path / "model").mkdir()
+    shutil.copy(TINY / "config.json", folder)
+    with safe_open(TINY / "model.safetensors", "pt") as stored:
+        places = dict.fromkeys(stored.keys(), "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    code, document = report("load", folder, home=tmp_path)
+    assert (code, document["load"]["status"], document["forward"]) == (3, "not_begun", None)
 
 
 def test_an_earlier_report_is_what_a_load_is_expected_to_give(model: Path, tmp_path: Path) -> None:

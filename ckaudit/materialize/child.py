@@ -162,7 +162,8 @@ def _device_name(torch: Any, device: Any) -> str:
 def _reason(error: BaseException, stage: str) -> dict[str, str]:
     """How an exception is told: whose matter it is, and one line."""
     lines = str(error).strip().splitlines() or [""]
-    line = f"{type(error).__name__}: {lines[0]}"
+    whole = " ".join(part.strip() for part in lines if part.strip())[:2000]
+    line = f"{type(error).__name__}: {whole}"
     if isinstance(error, CkauditError):
         return {"error": error.message, "hint": error.hint, "blame": "environment"}
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or isinstance(error, MemoryError):
@@ -177,12 +178,7 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
     if isinstance(error, ImportError | OSError | SystemExit):
         return {"error": f"Stage {stage!r} ended: {line}", "hint": "", "blame": "environment"}
     if stage in ("load", "arrive"):
-        # The report of the loader begins with a table; what it raises says the rest.
-        return {
-            "error": " ".join(part.strip() for part in lines if part.strip())[:2000],
-            "hint": "",
-            "blame": "checkpoint",
-        }
+        return {"error": line, "hint": "", "blame": "checkpoint"}
     return {"error": f"Stage {stage!r} broke down: {line}", "hint": "", "blame": "environment"}
 
 

@@ -47,4 +47,6 @@ def first_value(config: Any, *keys: str) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"config.json: {error.strerror}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -63,8 +63,8 @@ def load(
     section: dict[str, Any] = {"status": "not_begun", "error": None}
     if any(p.verdict == "fails" for p in plans) and not force and engine == "transformers":
         section["error"] = "the audit of names says that it cannot load; --force loads all the same"
-    elif checkpoint.unaudited is not None and not checkpoint.shards:
-        section["error"] = checkpoint.unaudited
+    elif all(s.header is None for s in checkpoint.shards):
+        section["error"] = checkpoint.unaudited or "only the index is here, and none of the files that it names"
     else:
         folder = source.folder(files.needed_files(checkpoint, options))
         if engine == "vllm":
