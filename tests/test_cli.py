@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -383,6 +384,20 @@ class TestChecks:
         done = ckaudit("checks", "ck201")
         assert done.returncode == 0
         assert "CK201" in done.stdout
+
+
+def test_what_goes_to_a_pager_is_as_wide_as_the_terminal() -> None:
+    read, write = pty.openpty()
+    termios.tcsetwinsize(write, (24, 72))  # rows, columns
+    kept = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    command = [sys.executable, "-m", "ckaudit", "checks", "CK201"]
+    widths = [
+        max(map(len, subprocess.run(command, stdout=subprocess.PIPE, stderr=err, text=True, env=kept, cwd=ROOT).stdout.splitlines()))
+        for err in (write, subprocess.PIPE)
+    ]  # fmt: skip
+    os.close(read)
+    os.close(write)
+    assert widths[0] <= 72 < widths[1] <= 100
 
 
 def _on_a_terminal(*args: str, **env: str) -> str:

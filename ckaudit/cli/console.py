@@ -45,8 +45,11 @@ def colour() -> bool:
 
 
 def width() -> int:
-    """Columns to lay a report out in: the terminal's or COLUMNS, 100 where neither says."""
-    return max(40, min(shutil.get_terminal_size((100, 24)).columns, WIDEST))
+    """Columns to lay a report out in: the terminal's (stderr's where stdout goes to a pager) or COLUMNS, 100 where neither says."""
+    columns = 100
+    with suppress(OSError, ValueError):  # no terminal, or a stream that is closed
+        columns = os.get_terminal_size(2).columns or columns
+    return max(40, min(shutil.get_terminal_size((columns, 24)).columns, WIDEST))
 
 
 def writable(path: Path) -> Path:
