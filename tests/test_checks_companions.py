@@ -154,6 +154,18 @@ class TestCompanions:
         finding = only(checkpoint(quantised(leaves, "weight_scale_inv"), config(method)))
         assert (finding.check, finding.count) == ("CK304", len(LINEARS))
 
+    def test_a_weight_that_is_cast_for_want_of_its_scale(self) -> None:
+        # the engine reads it as a plain weight: that is what losing the scale means, and no second fault; another weight's cast is one
+        method, leaves = SCHEMES["fp8 block"]
+        source = checkpoint(quantised(leaves, "weight_scale_inv", LINEARS[3]), config(method))
+        casts = [
+            Mismatch("dtype", f"{m}.weight", (f"{m}.weight",), "BF16", "F8_E4M3") for m in (LINEARS[3], LINEARS[4])
+        ]
+        alone = plan(source, [*source.tensors], mismatches=casts[:1])
+        assert [f.check for f in findings(source, alone)] == ["CK304"]
+        both = plan(source, [*source.tensors], mismatches=casts)
+        assert [(f.check, f.names) for f in findings(source, both)][1:] == [("CK302", (f"{LINEARS[4]}.weight",))]
+
     def test_fp8_that_is_only_a_storage_type(self) -> None:
         assert findings(checkpoint(quantised({"weight": ("F8_E4M3", [4, 4])}))) == []
 

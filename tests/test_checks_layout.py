@@ -4,6 +4,7 @@ import re
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from tests.toy import CONFIG, checkpoint, findings, llama, only, plan, sized, told
 
@@ -99,6 +100,24 @@ class TestExperts:
     def test_pruned_without_the_config(self) -> None:
         finding = only(checkpoint(experts(count=3), CONFIG | {"num_experts": 4}))
         assert (finding.check, finding.blame, finding.wanted, finding.found) == ("CK401", "config", "4", "3")
+
+    @pytest.mark.parametrize(("rows", "blame"), [(4, "checkpoint"), (3, "config")])
+    def test_pruned_alike_with_an_engine_that_stacks_what_is_there(self, rows: int, blame: str) -> None:
+        # a router of as many rows as the config says still chooses the lost experts: then these are missing, else the config is old
+        routers = {f"model.layers.{i}.mlp.gate.weight": ("BF16", [rows, 2]) for i in range(3)}
+        stored = dict.fromkeys(experts(count=3), ("BF16", [2, 2])) | routers
+        source = checkpoint(stored, CONFIG | {"num_experts": 4})
+        wanted = dict.fromkeys(map(fused, experts(count=3))) | {name: [4, 2] for name in routers}
+        loaded = plan(source, wanted, fused)
+        parts = tuple(
+            replace(p, coverage="partial", share=0.75) if "gate.weight" not in p.name else p for p in loaded.parameters
+        )
+        assert told(source, replace(loaded, parameters=parts)) == [("CK401", "error", blame, 3)]
+
+    def test_more_declared_than_an_engine_asks_for(self) -> None:
+        # the engine builds as many as are there (it goes by another key) and loses nothing
+        source = checkpoint(experts(count=3), CONFIG | {"num_experts": 4})
+        assert told(source, plan(source, set(map(fused, experts(count=3))), fused)) == []
 
     def test_some_experts_quantised_and_some_not(self) -> None:
         names = [n.replace("weight", "weight_packed") if "experts.0." in n else n for n in experts()]

@@ -171,6 +171,19 @@ class TestLoader:
         broken = plan(source, LLAMA, error="ValueError: block size", failures=(Failure("ValueError: block size"),))
         assert told(source, broken) == [("CK218", "error", "undecidable", 0)]
 
+    def test_a_config_that_no_class_takes(self) -> None:
+        # no parameter was made and no tensor asked for: only the config was read until then
+        source = checkpoint(LLAMA)
+        fates = tuple(NameFate(n, "not_reached", read=0.0) for n in source.tensors)
+        error = "Field 'hidden_size' expected int, got list"
+        stopped = msgspec.structs.replace(
+            plan(source, ()), error=error, failures=(Failure(error),), names=fates, parameters=()
+        )
+        assert told(source, stopped) == [("CK218", "error", "config", 0)]
+        # another engine that builds the model from it: the config may be sound
+        other = plan(source, LLAMA, id="toy==2")
+        assert told(source, stopped, other) == [("CK218", "error", "undecidable", 0)]
+
     def test_an_error_without_details(self) -> None:
         source = checkpoint(LLAMA)
         assert told(source, plan(source, LLAMA, error="boom")) == [("CK218", "error", "undecidable", 0)]

@@ -60,6 +60,14 @@ class TestExitCode:
         assert msgspec.structs.replace(asked, allow_not_judged=True).exit_code == 0
         assert msgspec.structs.replace(asked, requested=frozenset()).exit_code == 0
 
+    def test_a_layout_asked_for_that_was_not_judged(self) -> None:
+        row = {"size": 8, "verdict": "not_judged", "error": "the budget of time was used up before rank 3"}
+        asked = report(plans=(msgspec.structs.replace(good(), tp=(row,)),), findings=())
+        assert asked.exit_code == 3
+        assert msgspec.structs.replace(asked, allow_not_judged=True).exit_code == 0
+        loads = msgspec.structs.replace(good(), tp=(row | {"verdict": "loads", "error": None},))
+        assert report(plans=(loads,), findings=()).exit_code == 0
+
     def test_nothing_judged_at_all(self) -> None:
         assert report(plans=(unjudged(),), findings=()).exit_code == 3
         assert report(plans=(), findings=()).exit_code == 3

@@ -17,6 +17,7 @@ from ckaudit.engines import transformers as engine_module
 from ckaudit.engines.cache import PlanCache
 from ckaudit.engines.limits import beyond_reason
 from ckaudit.engines.transformers import TransformersEngine, select
+from ckaudit.engines.vllm import VllmEngine
 from ckaudit.progress import NullProgress
 
 CONFIG = {
@@ -109,10 +110,11 @@ def test_the_parent_imports_neither_torch_nor_transformers():
 def test_a_model_of_more_layers_than_anyone_builds_is_not_built(config: dict[str, object], tmp_path: Path) -> None:
     source = msgspec.structs.replace(checkpoint({"a": (1,)}), config=config)
     began = time.perf_counter()
-    plan = TransformersEngine(PlanCache(tmp_path)).plan(source, EngineOptions(), NullProgress())
+    for engine in (TransformersEngine(PlanCache(tmp_path)), VllmEngine("0.0.1", cache=PlanCache(tmp_path))):
+        plan = engine.plan(source, EngineOptions(offline=True), NullProgress())
+        assert plan.not_judged is not None
+        assert "a model of so many is not built" in plan.not_judged
     assert time.perf_counter() - began < 5, "no worker was asked"
-    assert plan.not_judged is not None
-    assert "a model of so many is not built" in plan.not_judged
 
 
 @pytest.mark.parametrize(

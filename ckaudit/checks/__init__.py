@@ -58,7 +58,7 @@ EXPLAIN: tuple[Explain, ...] = (
     rewrites.spoiled, rewrites.never_fires, rewrites.forgotten, names.collisions,
     # what was found on the files explains what is lost here
     names.not_in_the_files, names.harmless, prefixes.unmerged_here, layout.experts_twice_here, layout.experts_lost,
-    companions.companions_here,
+    config.experts_pruned, companions.companions_here,
     # one cause for many names
     companions.mlx_only, companions.unquantised_modules, joined.joined, prefixes.repeated_here,
     classes.wrong_class, prefixes.wrong_prefix, ties.followers,

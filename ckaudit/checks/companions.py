@@ -69,6 +69,10 @@ def companions_here(case: Case) -> Iterator[Finding]:
     for name in (n for f in case.on_files if f.check == COMPANION.id for n in f.names):
         module, leaf = split(name)
         lacking[module].update(BASES if name in case.facts.checkpoint.tensors else (leaf,))
+    cast = [n for m in case.mismatches if m.kind == "dtype" for n in m.names if split(n)[0] in lacking]
+    case.take(
+        cast, because=COMPANION.id
+    )  # without its companion the stored integers are read as if they were the weight
     if lacking and case.gaps:
         homes, owned = Homes(case.plan), by_owner(case.gaps)
         for module, leaves in lacking.items():

@@ -103,6 +103,35 @@ def expert_counts(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def experts_pruned(case: Case) -> Iterator[Finding]:
+    """Takes what an engine loses of experts, and of the routers beside them, because the config counts others than all layers hold."""
+    for finding in expert_counts(case.facts):
+        owners = tuple(f"{path.rpartition('.')[0]}." for path in finding.names)
+        inside = [f for f in case.plan.names if f.name.startswith(owners)]
+        routers = [t for f in inside if _ROUTER.search(f.name) and (t := case.facts.checkpoint.tensors[f.name]).shape]
+        mine = {f.name for f in inside if _EXPERT.search(f.name)}
+        mine |= {t.name for t in routers if any(t.name in m.names for m in case.mismatches)}
+        filled = {p for f in inside if f.name in mine for p in (f.into, *f.also) if p}
+        if not (
+            mine & case.strays.keys() or filled & case.gaps.keys() or any(mine & set(m.names) for m in case.mismatches)
+        ):
+            continue
+        lost = any(t.shape and t.shape[0] == int(finding.wanted) for t in routers) and int(finding.found) < int(
+            finding.wanted
+        )
+        told = case.finding(
+            CONTRADICTION, finding.message + (" The routers choose among as many as the config says." if lost else ""),
+            names=finding.names, blame="checkpoint" if lost else "config", wanted=finding.wanted, found=finding.found,
+            mend="Take the lost experts from the source of this checkpoint." if lost else finding.mend,
+        )  # fmt: skip
+        case.take(mine, filled)
+        yield told
+
+
+_EXPERT = re.compile(r"(^|\.)(local_)?experts\.")
+_ROUTER = re.compile(r"(^|\.)(gate|router)\.(?!.*experts\.)")
+
+
 def vocabulary(facts: Facts) -> Iterator[Finding]:
     """Rows of the embedding and of the head against each other and against vocab_size. More rows than the tokenizer has are normal."""
     declared = {k: v for k, v in facts.values(("vocab_size", "padded_vocab_size")).items() if v > 0}

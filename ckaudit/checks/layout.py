@@ -131,7 +131,10 @@ def expert_holes(facts: Facts) -> Iterator[Finding]:
         if whole or parts:
             told = " and ".join(
                 t
-                for t in (many(len(whole), "expert") if whole else "", f"parts of {len(parts)} more" if parts else "")
+                for t in (
+                    many(len(whole), "expert") if whole else "",
+                    f"parts of {f'{len(parts)} more' if whole else many(len(parts), 'expert')}" if parts else "",
+                )
                 if t
             )
             yield on_files(

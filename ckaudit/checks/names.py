@@ -278,13 +278,17 @@ def raises(case: Case) -> Iterator[Finding]:
             continue
         errors[re.sub(r"[0-9]+", "#", failure.message)] |= set(failure.names)
     shown = {re.sub(r"[0-9]+", "#", f.message): f.message for f in reversed(case.failures)}
+    # An engine that was told to build a class and came to no tensor stumbled over the config, unless another engine builds it.
+    early = not case.plan.parameters and all(n.fate == "not_reached" for n in case.plan.names)
+    config = early and case.loads_elsewhere(()) is None
     for text, names in errors.items():
         first = shown[text]
         yield case.finding(
             RAISES,
-            f"The loader raises: {printable(first)}",
+            f"The loader raises{' at the config, before any tensor' if config and not names else ''}: {printable(first)}",
             names=names,
-            blame=None if names else "undecidable",
+            blame=None if names else "config" if config else "undecidable",
+            mend="Correct config.json in that point." if config and not names else "",
             found=printable(first),
         )
     if case.plan.error is not None and not errors and not case.in_error:

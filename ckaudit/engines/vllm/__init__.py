@@ -29,6 +29,7 @@ from ckaudit.checkpoint import Checkpoint, TensorSpec
 from ckaudit.engines import EngineOptions, Job
 from ckaudit.engines.cache import PlanCache, home, key
 from ckaudit.engines.host import WorkerHost, unjudged
+from ckaudit.engines.limits import beyond_reason
 from ckaudit.engines.vllm import store
 from ckaudit.errors import EngineError
 from ckaudit.plan import Plan
@@ -105,6 +106,10 @@ class VllmEngine:
             return self._finish(unjudged(job, f"{' and '.join(absent)} not installed: {_INSTALL}"), checkpoint)
         if self.release is None and self.tree is None and "vllm" not in versions:
             raise EngineError("vLLM is not installed beside ckaudit.", "Name a release: --engine vllm==X.")
+        overrides = options.vllm.get("hf_overrides")
+        config = (checkpoint.config or {}) | (overrides if isinstance(overrides, dict) else {})
+        if reason := beyond_reason(config, len(checkpoint.tensors)):
+            return self._finish(unjudged(job, reason), checkpoint)
         env, facts = self._place(options, progress)
         name = key(job, versions | facts, Path(__file__).parent.glob("*.py"))
         plan = self._cache.get(name) if options.cache else None
