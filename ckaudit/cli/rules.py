@@ -42,7 +42,16 @@ def lint(
         names = _lines_of(names_file)
     findings, skips = checks.lint(book, names)
     findings = ordered(findings, ())
-    console.emit(view.render(str(file), len(names), findings, skips, width=console.width(), colour=console.colour()))
+    shown = view.render(
+        str(file),
+        len(names),
+        findings,
+        skips,
+        fail_on=fail_on.value,
+        width=console.width(),
+        colour=console.colour(),
+    )
+    console.emit(shown)
     raise typer.Exit(int(fails(findings, fail_on.value)))
 
 

@@ -15,18 +15,11 @@ from ckaudit.findings import Report
 from ckaudit.report.terminal.adapter import adapter
 from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
-from ckaudit.report.terminal.layout import counts, many, safe, short, size, text
+from ckaudit.report.terminal.layout import counts, ending, many, safe, short, size, text
 from ckaudit.report.terminal.load import load
 from ckaudit.report.terminal.perplexity import perplexity
 from ckaudit.report.terminal.quantisation import quantisation
 from ckaudit.report.terminal.verdicts import details, every_name, verdicts
-
-_EXITS = {
-    0: "nothing at or above",
-    1: "findings at or above",
-    2: "the load was stopped",
-    3: "something asked for could not be judged",
-}
 
 
 def render(
@@ -130,13 +123,7 @@ def _header(report: Report) -> Iterator[RenderableType]:
 
 def _summary(report: Report, width: int) -> Text:
     s = report.summary
-    code = report.exit_code
     line = counts(s.errors, s.warnings, s.notes, s.skips)
     if s.suppressed:
         line.append(f" · {s.suppressed:,} suppressed", style="dim")
-    meaning = _EXITS[code] if code in (2, 3) else f"{_EXITS[code]} {report.fail_on}"
-    if code == 0 and report.fail_on == "never":
-        meaning = "findings never fail"
-    code_and_meaning = f"exit {code}: {meaning}"
-    fits = line.cell_len + 2 + len(code_and_meaning) <= width
-    return line.append(f"  {code_and_meaning}" if fits else f"\n{code_and_meaning}", style="dim")
+    return ending(line, report.exit_code, report.fail_on, width)

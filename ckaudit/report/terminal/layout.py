@@ -103,6 +103,24 @@ def counts(errors: int, warnings: int, notes: int, skips: int) -> Text:
     return line.append(f"{skips:,} not judged", style="bold magenta" if skips else "dim")
 
 
+_EXITS = {
+    0: "nothing at or above",
+    1: "findings at or above",
+    2: "the load was stopped",
+    3: "something asked for could not be judged",
+}
+
+
+def ending(line: Text, code: int, fail_on: str, width: int) -> Text:
+    """`line` with the exit code and what it means, on a line of its own where both do not fit."""
+    meaning = _EXITS[code] if code in (2, 3) else f"{_EXITS[code]} {fail_on}"
+    if code == 0 and fail_on == "never":
+        meaning = "findings never fail"
+    told = f"exit {code}: {meaning}"
+    fits = line.cell_len + 2 + len(told) <= width
+    return line.append(f"  {told}" if fits else f"\n{told}", style="dim")
+
+
 def many(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
