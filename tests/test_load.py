@@ -492,6 +492,29 @@ def test_a_device_that_is_not_there(llama: Path) -> None:
         assert "device" in (result.error or "").lower()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "meta"}, "'meta' is not known here"),
+        ({"devices": 2}, "2 devices asked for, and the device is the CPU"),
+        ({"dtype": "floatx"}, "cannot be loaded as 'floatx'"),
+        ({"dtype": "int8"}, "cannot be loaded as 'int8'"),
+        ({"attention": "nosuch"}, "This attention is refused: "),
+    ],
+)
+def test_an_option_that_does_not_fit_is_no_fault_of_the_checkpoint(
+    llama: Path, options: dict[str, Any], words: str
+) -> None:
+    result = run(llama, values=False, forward=False, **options)
+    assert (result.load["status"], result.environment, result.findings) == ("failed", True, ())
+    assert words in (result.error or "")
+
+
+def test_a_config_that_is_not_there(llama: Path, tmp_path: Path) -> None:
+    (copied(llama, tmp_path) / "config.json").unlink()
+    assert "config.json: No such file or directory" in (run(tmp_path).error or "")
+
+
 def test_a_config_that_the_release_does_not_know(llama: Path, tmp_path: Path) -> None:
     (copied(llama, tmp_path) / "config.json").write_text('{"model_type": "of_tomorrow"}')
     result = run(tmp_path)

@@ -59,6 +59,7 @@ def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, 
     transformers.utils.logging.disable_progress_bar()
     section["release"] = transformers.__version__
     device = _device(torch, job)
+    _check_dtype(torch, job.options.dtype)
     latent = diffusion.applies(job.folder)
     with watch.stage("config"):
         cls, config = (diffusion.pick(job.folder), None) if latent else pick(job.folder, job.options)
@@ -140,6 +141,12 @@ def _device(torch: Any, job: LoadJob) -> Any:
         device = torch.device(job.options.device)
     except RuntimeError as error:
         raise CkauditError(f"No device is called {job.options.device!r}.", "Use cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CkauditError(
+            f"A load on the device {job.options.device!r} is not known here.", "Use cpu, cuda or cuda:N."
+        )
+    if device.type == "cpu" and job.options.devices > 1:
+        raise CkauditError(f"{job.options.devices} devices asked for, and the device is the CPU.", "Add --device cuda.")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         wanted = max(job.options.devices, (device.index or 0) + 1)
@@ -153,6 +160,13 @@ def _device(torch: Any, job: LoadJob) -> Any:
                 "cuda", int(os.environ.get("LOCAL_RANK", "0")) if job.options.tp else torch.cuda.current_device()
             )
     return device
+
+
+def _check_dtype(torch: Any, name: str | None) -> None:
+    """Raise CkauditError where a model cannot be made in this dtype: that is no fault of the checkpoint."""
+    dtype = getattr(torch, name or "float32", None) if name != "auto" else torch.float32
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise CkauditError(f"A model cannot be loaded as {name!r}.", "Use float32, bfloat16 or float16.")
 
 
 def _device_name(torch: Any, device: Any) -> str:
@@ -177,6 +191,12 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
         }
     if isinstance(error, ImportError | OSError | SystemExit):
         return {"error": f"Stage {stage!r} ended: {line}", "hint": "", "blame": "environment"}
+    if "attn_implementation" in str(error):  # transformers names its own argument, which --attention fills
+        return {
+            "error": f"This attention is refused: {whole}",
+            "hint": "Use --attention eager.",
+            "blame": "environment",
+        }
     if stage in ("load", "arrive"):
         return {"error": line, "hint": "", "blame": "checkpoint"}
     return {"error": f"Stage {stage!r} broke down: {line}", "hint": "", "blame": "environment"}
