@@ -463,6 +463,7 @@ def test_a_trial_of_some_shards_is_told_as_one(tmp_path: Path) -> None:
     assert (result.load["status"], result.load["shards"]) == ("partial", 1)
     assert result.load["missing"]
     assert "CK505" not in checks(result)  # what lies in the other shards was not asked for
+    assert "CK505" in {s.check for s in result.skips}
 
 
 def test_a_file_with_another_name_is_the_one_that_is_loaded(llama: Path, tmp_path: Path) -> None:
@@ -483,6 +484,11 @@ def test_what_has_to_be_downloaded(tmp_path: Path) -> None:
     everything = set(needed_files(seen, LoadOptions(trust_remote_code=True)))
     assert everything >= {s.path for s in seen.shards} | {"config.json", "tokenizer.json", "modeling.py"}
     assert not everything & {"pytorch_model.bin", "picture.png"}
+
+
+def test_a_kind_that_is_none(llama: Path) -> None:
+    with pytest.raises(UsageError, match="--modality 'smell' is no kind of input"):
+        load(checkpoint(llama), llama, LoadOptions(modalities=("smell",)))
 
 
 def test_a_device_that_is_not_there(llama: Path) -> None:

@@ -52,6 +52,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     stats: tuple[TensorStats, ...]
     never_written: tuple[str, ...] = ()
     """Parameters that kept what the model was initialised with, none of them by design."""
+    partial: bool = False
+    """Whether only some shards were loaded: what has no tensor then says nothing."""
     initializer_range: float | None = None
     """The deviation that the config initialises weights with."""
     compared: bool = True

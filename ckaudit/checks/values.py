@@ -61,6 +61,8 @@ def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
         if not seen.compared:
             reason = "the loader read the files for itself: tensors of the file were not compared with each other"
             skips += [Skip(c.id, reason, seen.engine) for c in (SAME_BYTES, TIE_DIFFERS)]
+    if seen.partial:
+        skips.append(Skip(NEVER_WRITTEN.id, "only some of the shards were loaded", seen.engine))
     return tuple(found), tuple(skips)
 
 

@@ -26,6 +26,8 @@ from ckaudit.materialize.layout import Stored
 from ckaudit.progress import NullProgress, Progress
 
 CHILD = (sys.executable, "-P", "-m", "ckaudit.materialize.child")
+KINDS = ("text", "image", "video", "audio", "latent")
+"""Kinds of input that a forward pass can be asked for."""
 _PATIENCE = 20.0
 """Seconds that an interrupted child has to say what it knows."""
 _TAIL_LINES = 3
@@ -45,6 +47,9 @@ def load(
     `unused` names tensors that the loader will not ask for: they are not read. Circumstances end up in the result (`environment`), with
     whatever was known by then; only an option that makes no sense raises UsageError.
     """
+    for kind in options.modalities:
+        if kind not in KINDS:
+            raise UsageError(f"--modality {kind!r} is no kind of input.", f"Use {', '.join(KINDS)}.")
     expected = _read_expected(options.expect)
     job = make_job(checkpoint, folder, options, unused)
     story = _converse(job, progress or NullProgress(), argv)

@@ -86,6 +86,7 @@ def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) ->
     observed = Observed(
         stats=stats,
         never_written=() if job.partial else tuple(sorted(info["missing_keys"])),
+        partial=job.partial,
         initializer_range=first_value(config, "initializer_range"),
         equal=equal,
         tied=tied,
@@ -133,6 +134,7 @@ def _spread(job: LoadJob, cls: Any, config: Any, watch: Watch) -> Loaded:
     observed = Observed(
         stats=stats,
         never_written=() if job.partial else tuple(sorted(info["missing_keys"])),
+        partial=job.partial,
         initializer_range=first_value(config, "initializer_range"),
         compared=False,
         engine="transformers",
