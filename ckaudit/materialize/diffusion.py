@@ -50,7 +50,7 @@ def pick(folder: str) -> Any:
 
 def load(job: LoadJob, cls: Any, watch: Watch) -> Loaded:
     """The model on its device. Raises whatever the loader raises."""
-    dtype = getattr(torch, job.options.dtype) if job.options.dtype else None
+    dtype = getattr(torch, job.options.dtype) if job.options.dtype not in (None, "auto") else None
     with watch.stage("load"):
         model, info = cls.from_pretrained(
             job.folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
@@ -60,7 +60,7 @@ def load(job: LoadJob, cls: Any, watch: Watch) -> Loaded:
     with watch.stage("values"):
         stats = of_parameters(model) if job.options.values else ()
     missing = () if job.partial else tuple(sorted(info["missing_keys"]))
-    observed = Observed(stats=stats, never_written=missing, compared=False, engine="diffusers")
+    observed = Observed(stats=stats, never_written=missing, partial=job.partial, compared=False, engine="diffusers")
     return Loaded(model, info, observed, layouts.plan(job.tensors, str))
 
 
