@@ -164,6 +164,16 @@ class TestTies:
         found = told(source, plan(source, drop(LLAMA, "lm_head")))
         assert ("CK214", "error", "config", 1) in found
 
+    @pytest.mark.parametrize("named", [[], "ToyForCausalLM", [None, 3]])
+    def test_a_head_lost_because_the_config_names_no_class(self, named: object) -> None:
+        # one engine guesses a class without a head, another one with it: neither was told which
+        source = checkpoint(LLAMA, CONFIG | {"architectures": named})
+        found = told(source, plan(source, drop(LLAMA, "lm_head")), plan(source, LLAMA, id="toy==2"))
+        assert found == [("CK404", "warning", "config", 0), ("CK214", "error", "config", 1)]
+        source = checkpoint(LLAMA)
+        found = told(source, plan(source, drop(LLAMA, "lm_head")), plan(source, LLAMA, id="toy==2"))
+        assert found == [("CK214", "error", "engine", 1)]
+
 
 class TestLoader:
     def test_an_error_that_nothing_explains(self) -> None:

@@ -180,7 +180,14 @@ def _parse_config(data: bytes | None) -> tuple[dict[str, Any] | None, list[Defec
         found = index.conflict(data) or sniff.not_json(data) or str(error)[:200]
         return None, [Defect("config-json", "config.json", "JSON", found)]
     if not isinstance(config, dict):
-        return None, [Defect("config-json", "config.json", "a JSON object", f"a {type(config).__name__}")]
+        return None, [
+            Defect(
+                "config-json",
+                "config.json",
+                "a JSON object",
+                "null" if config is None else f"a {type(config).__name__}",
+            )
+        ]
     return config, []
 
 
