@@ -173,6 +173,14 @@ def test_a_processor_without_words(kind: str, tmp_path: Path) -> None:
     assert origin(tmp_path) == [({"vit": "image", "whisper": "audio"}[kind], "ran", "processor", None)]
 
 
+def test_a_processor_of_frames(tmp_path: Path) -> None:
+    """A model of videos that calls them pixel values, and whose processor is for images: it gets as many as it has frames."""
+    model = transformers.VideoMAEForVideoClassification(transformers.VideoMAEConfig(**_VISION, num_frames=4))
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    transformers.VideoMAEImageProcessor(**sizes).save_pretrained(saved(model, tmp_path))
+    assert origin(tmp_path) == [("image", "ran", "processor", None)]
+
+
 def test_a_processor_without_words_whose_pictures_do_not_fit(tmp_path: Path) -> None:
     tiny_models.save("vit", tmp_path)
     transformers.ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path)

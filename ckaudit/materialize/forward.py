@@ -112,6 +112,7 @@ def _ways(job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) -> Iterator
                     trust_remote_code=options.trust_remote_code,
                     room=recipes.room,
                     marks=recipes.marks(kind),
+                    frames=0 if recipes.marks(kind) else recipes.frames,
                 )
             ),
         )

@@ -35,6 +35,9 @@ class Media:
         parts = (getattr(model.config, key, None) for key in ("audio_config", "encoder_config"))
         self._audio = next((part for part in parts if part is not None), model.config)
 
+        self.frames = int(getattr(self._vision, "num_frames", 0) or 0)
+        """Pictures that make one input of a model of videos, which may call them pixel values; 0 for other models."""
+
     def of(self, kind: str) -> Iterator[Tensors]:
         """Ways to make an input of this kind, the likeliest first."""
         return {"image": self._images, "video": self._videos, "audio": self._sounds}[kind]()
@@ -72,8 +75,7 @@ class Media:
             variants.reverse()
         for extra in variants:
             yield {"pixel_values": self.noise(1, channels, size, size), **extra}
-        frames = int(getattr(self._vision, "num_frames", 0) or 0)  # a model of videos that calls them pixel values
-        for tiles in (*([frames] if frames else []), 1, 2, 3, 5):
+        for tiles in (*([self.frames] if self.frames else []), 1, 2, 3, 5):
             yield {"pixel_values": self.noise(1, tiles, channels, size, size), **variants[0]}
 
     def _videos(self) -> Iterator[Tensors]:
@@ -92,9 +94,8 @@ class Media:
             pixels = self.noise(1, channels, patch, FRAMES * n * patch)
             yield {"pixel_values_videos": pixels, "target_sizes_videos": _grid(FRAMES, torch.int32)}
         yield {"pixel_values_videos": self.noise(1, FRAMES, channels, size, size)}
-        frames = int(getattr(self._vision, "num_frames", 0) or 0)
-        if frames:
-            yield {"pixel_values_videos": self.noise(1, frames, channels, size, size)}
+        if self.frames:
+            yield {"pixel_values_videos": self.noise(1, self.frames, channels, size, size)}
 
     def _sounds(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("audio")

@@ -40,10 +40,12 @@ def make(
     trust_remote_code: bool,
     room: int | None = None,
     marks: bool = True,
+    frames: int = 0,
 ) -> dict[str, Any]:
     """Inputs of one kind with at least `length` tokens, at most the `room` that the model has for text (None: without end).
 
-    `marks`: whether a placeholder in the text stands for pixels or sound. Raises whatever the processor raises when it cannot.
+    `marks`: whether a placeholder in the text stands for pixels or sound. `frames`: how many pictures a model of videos that calls them
+    pixel values takes at once. Raises whatever the processor raises when it cannot.
     """
     from transformers import AutoProcessor
 
@@ -52,7 +54,7 @@ def make(
     parts: list[dict[str, Any]] = []
     media: dict[str, Any] = {}
     if kind == "image":
-        media["images"] = [random.integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8)]
+        media["images"] = [random.integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8) for _ in range(frames or 1)]
     elif kind == "video":
         media["videos"] = [random.integers(0, 256, (_FRAMES, _SIDE, _SIDE, 3), dtype=np.uint8)]
         media["do_sample_frames"] = False  # these frames are all there is: nobody could say of how many seconds

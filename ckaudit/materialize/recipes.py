@@ -33,6 +33,7 @@ class Recipes:
         self._random = torch.Generator().manual_seed(seed)
         self.takes = set(parameters(model.forward))
         self._media = Media(model, self.takes, self._random)
+        self.frames = self._media.frames
 
     def kinds(self) -> tuple[str, ...]:
         """What the model takes: `text`, `image`, `video`, `audio`, in this order."""
