@@ -14,7 +14,7 @@ from make_fixtures import llama, single
 import ckaudit
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.engines import EngineOptions
-from ckaudit.errors import EngineError, SourceError
+from ckaudit.errors import EngineError, SourceError, UsageError
 from ckaudit.pipeline import stages
 from ckaudit.plan import NameFate, Parameter, Plan
 from ckaudit.progress import NullProgress, Progress
@@ -149,3 +149,14 @@ def test_import_is_light() -> None:
     heavy = "{'torch', 'transformers', 'huggingface_hub', 'rich', 'msgspec', 'typer'}"
     code = f"import ckaudit, sys; sys.exit(str(sorted({heavy} & sys.modules.keys())) if {heavy} & sys.modules.keys() else 0)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_path_and_a_single_spec_are_taken(llama_folder: str) -> None:
+    report = ckaudit.audit(Path(llama_folder), "rules:vllm==0.33.0")
+    assert [p.id for p in report.plans] == ["rules:vllm==0.33.0"]
+
+
+@pytest.mark.parametrize("wrong", [{"tp": (0,)}, {"tp": (2, -2)}, {"fail_on": "fatal"}])
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_read(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        ckaudit.audit("nowhere", [Told()], **wrong)

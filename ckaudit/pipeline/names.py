@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from ckaudit.adapters import Adapter, recognise
 from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.engines import Engine, EngineOptions, select
 from ckaudit.errors import UsageError
-from ckaudit.findings import FailOn, Finding, Report, Skip, ordered
+from ckaudit.findings import SEVERITIES, FailOn, Finding, Report, Skip, ordered
 from ckaudit.pipeline.stages import describe, refused, side_by_side
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import Source, open_source
@@ -20,8 +21,8 @@ from ckaudit.suppressions import apply as suppress
 
 
 def audit(
-    target: str,
-    engines: Sequence[str | Engine] | None = None,
+    target: str | PathLike[str],
+    engines: str | Sequence[str | Engine] | None = None,
     *,
     base: str | None = None,
     jobs: int = 32,
@@ -42,7 +43,7 @@ def audit(
     """What each engine would do with the checkpoint `target`, told from its headers alone; no tensor data is downloaded.
 
     `target` is `org/name[@revision]` on the Hub, a folder, a `.safetensors` file or an index file. `engines` are specs as in `--engine`
-    (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects; None asks `transformers` and the
+    (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects, or one; None asks `transformers` and the
     newest vLLM release for which a shipped rule book knows the architecture. `base` is the target that an adapter is to be laid on:
     the engines judge that, and the report tells where the adapter's modules bind in it. `jobs` headers are read at once; `budget` is
     in seconds for one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names.
@@ -56,6 +57,12 @@ def audit(
     from ckaudit.checks import schemes
 
     progress = progress or NullProgress()
+    target = fspath(target)
+    engines = [engines] if isinstance(engines, str) else engines
+    if wrong := [size for size in tp if size < 1]:
+        raise UsageError(f"{wrong[0]} is no number of ranks.", "Give tp=(2, 4).")
+    if fail_on not in (*SEVERITIES, "never"):
+        raise UsageError(f"fail_on={fail_on!r} is no severity.", "Use error, warning, note or never.")
     asked = None if engines is None else _selected(engines)  # a misspelt engine must not cost a download
     options = EngineOptions(
         trust_remote_code=trust_remote_code,
