@@ -30,7 +30,6 @@ from ckaudit.checks import (
     sizes,
     tensors,
     ties,
-    values,
 )
 from ckaudit.checks.case import Case, Explain
 from ckaudit.checks.facts import Facts
@@ -106,7 +105,7 @@ def headers_alone(checkpoint: Checkpoint) -> tuple[Skip, ...]:
     """What no audit of names can judge: a file whose header and size are right may still hold other bytes than were saved."""
     if not any(shard.header is not None for shard in checkpoint.shards):
         return ()
-    return (Skip(values.NOT_FINITE.id, "headers alone were read, not the values: `ckaudit load` reads those"),)
+    return (Skip("CK501", "headers alone were read, not the values: `ckaudit load` reads those"),)
 
 
 def _shared(found: list[Finding], judged: Sequence[Plan]) -> list[Finding]:

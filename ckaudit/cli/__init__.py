@@ -5,8 +5,12 @@ One module a command, each a plain function; a new command is a function and a l
 """
 
 import gc
+import os
 import signal
 import sys
+
+# typer makes models of pydantic, which at the first of them asks every installed package whether it has a plugin.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 import typer
 

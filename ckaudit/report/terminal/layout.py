@@ -37,6 +37,7 @@ def text(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:
         force_terminal=colour,
         color_system="standard" if colour else None,
         highlight=False,
+        emoji=False,
         no_color=False,
         legacy_windows=False,
     )
