@@ -20,6 +20,7 @@ import hashlib
 import importlib.metadata
 import os
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -108,7 +109,7 @@ class VllmEngine:
             raise EngineError("vLLM is not installed beside ckaudit.", "Name a release: --engine vllm==X.")
         overrides = options.vllm.get("hf_overrides")
         config = (checkpoint.config or {}) | (overrides if isinstance(overrides, dict) else {})
-        if reason := beyond_reason(config, len(checkpoint.tensors)):
+        if reason := beyond_reason(config, len(checkpoint.tensors)) or _other_files(checkpoint, options):
             return self._finish(unjudged(job, reason), checkpoint)
         env, facts = self._place(options, progress)
         name = key(job, versions | facts, Path(__file__).parent.glob("*.py"))
@@ -180,6 +181,24 @@ class VllmEngine:
             method="live" if self.release is None and self.tree is None else "replay",
             names=tuple(n for n in plan.names if n.name in known or n.fate == "loaded"),
         )
+
+
+def _other_files(checkpoint: Checkpoint, options: EngineOptions) -> str | None:
+    """Why a release would not load these shards but others, whose headers were not read; None when it would.
+
+    Source: vLLM 0.33.0, `model_executor/model_loader/default_loader.py` (load format `auto`).
+    """
+    if options.vllm.get("load_format") not in (None, "auto"):
+        return None
+    known = {shard.path for shard in (*checkpoint.shards, *checkpoint.strays)}
+    here = (path.removeprefix(checkpoint.folder) for path in checkpoint.files if path not in known)
+    for path in here:
+        if fnmatchcase(path, "consolidated*.safetensors") and "/" not in path:
+            return (
+                f"{path} is here too, in Mistral's own format, and vLLM loads that in place of the files audited: audit it by its name, "
+                "or give --load-format safetensors"
+            )
+    return None
 
 
 def _strays(checkpoint: Checkpoint) -> list[TensorSpec]:
