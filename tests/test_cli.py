@@ -89,6 +89,10 @@ class TestUsage:
             ["names", "fixtures/llama-good", "--engine", "rules:/no/such/book.toml"],
             ["names", "fixtures/llama-good", "--quiet", "--verbose"],
             ["names", "fixtures/llama-good", "--tp", "two"],
+            ["names", "fixtures/llama-good", "--fetch"],
+            ["names", "fixtures/llama-good", "--engine", "vllm==0.33.0", "--fetch"],
+            ["names", "fixtures/llama-good", "--engine", "vllm>=x", "--fetch"],
+            ["names", "fixtures/llama-good", "--engine", "vllm>=0.33", "--fetch", "--offline"],
             ["names", "fixtures/llama-good", "--hf-overrides", "[1]"],
             ["engines", "remove", "vllm==0.0.1"],
             ["engines", "add", "torch==1"],
@@ -99,6 +103,12 @@ class TestUsage:
         done = ckaudit(*args)
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(r"ckaudit: .+\n", done.stderr), done.stderr
+
+    def test_one_rank_counts_where_the_model_is_spread_over_stages(self) -> None:
+        from ckaudit.cli.options import sizes
+
+        assert sizes("4,1,2") == (2, 4)  # one alone is what every replay loads
+        assert sizes("4,1,2", spread=True) == (1, 2, 4)
 
     def test_debug_shows_the_traceback(self) -> None:
         done = ckaudit("names", "/no/such/folder", "--debug")

@@ -1,5 +1,7 @@
 """`ckaudit names`: what would happen to every tensor, told from headers alone."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,11 +29,15 @@ from ckaudit.cli.options import (
     serving,
     sizes,
 )
+from ckaudit.progress import Progress
 
 
 def names(
     target: TargetArg,
     engine: Engines = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="First store every release on the package index that 'vllm>=X' allows.")
+    ] = False,
     base: Annotated[
         str | None, typer.Option("--base", metavar="TARGET", help="Of an adapter: the model that it is to be laid on.")
     ] = None,
@@ -103,6 +109,8 @@ def names(
     )
     suppressions = read(ignore or (), config, baseline)
     with console.watched(quiet=quiet) as progress:
+        if fetch:
+            _fetch(engine or (), progress, offline=offline)
         report = audit(
             target,
             engine or None,
@@ -114,7 +122,7 @@ def names(
             device=device,
             budget=budget,
             cache=not no_cache,
-            tp=sizes(tp),
+            tp=sizes(tp, spread=ep or (pp or 1) > 1),
             vllm=flags,
             fail_on=fail_on.value,
             allow_not_judged=allow_not_judged,
@@ -140,3 +148,18 @@ def names(
         )
         console.emit(view)
     raise typer.Exit(report.exit_code)
+
+
+def _fetch(engines: Sequence[str], progress: Progress, *, offline: bool) -> None:
+    """Store the releases that ranges among `engines` allow. Raises UsageError where there is no range."""
+    from ckaudit.engines import vllm
+    from ckaudit.errors import UsageError
+
+    # One release by its number is fetched anyway, when its turn comes.
+    ranges = [spec.removeprefix("vllm") for spec in engines if re.match(r"vllm\s*([<>!~]|==[^,]*[*,])", spec)]
+    if not ranges:
+        raise UsageError("--fetch wants a range of releases.", "Give one: --engine 'vllm>=0.30'.")
+    if offline:
+        raise UsageError("--fetch and --offline contradict each other.", "Use one of them.")
+    for rest in ranges:
+        vllm.fetch(rest.strip(), progress=progress)

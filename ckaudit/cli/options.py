@@ -64,8 +64,8 @@ Platform = Annotated[
 ]
 
 
-def sizes(text: str | None) -> tuple[int, ...]:
-    """`1,2,4` as sizes; 1, which is always loaded, left out. Raises UsageError."""
+def sizes(text: str | None, *, spread: bool = False) -> tuple[int, ...]:
+    """`1,2,4` as sizes; 1 is left out unless the model is `spread` over ranks otherwise: alone it is always loaded. Raises UsageError."""
     if text is None:
         return ()
     try:
@@ -74,7 +74,7 @@ def sizes(text: str | None) -> tuple[int, ...]:
         found = [0]
     if min(found) < 1:
         raise UsageError(f"--tp {text} is no list of sizes.", "Write them as 2,4,8.")
-    return tuple(sorted(set(found) - {1}))
+    return tuple(sorted(set(found) - (set() if spread else {1})))
 
 
 def serving(

@@ -69,6 +69,16 @@ def test_a_release_keeps_its_python_files_and_metadata_only(index: Path) -> None
     assert list(store.folder().glob(".fetch-*")) == []
 
 
+def test_the_releases_of_a_range_are_fetched_and_no_others(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.24.0", "0.25.1", "0.27.0", "0.30.0"):
+        make_wheel(index, version)
+    monkeypatch.setattr(store, "on_index", lambda: ("0.24.0", "0.25.1", "0.27.0", "0.30.0"))
+    assert vllm.fetch(">=0.25,<0.30") == ("0.25.1", "0.27.0")
+    assert [r.version for r in store.releases()] == ["0.25.1", "0.27.0"]
+    with pytest.raises(EngineError, match="is no engine"):
+        vllm.fetch(">=nonsense")
+
+
 def test_a_stored_release_is_not_fetched_again(index: Path) -> None:
     make_wheel(index, "0.25.1").rename(index / "kept")
     make_wheel(index, "0.25.1")

@@ -58,19 +58,23 @@ def select(rest: str) -> tuple[VllmEngine, ...]:
         return (VllmEngine(None, tree=_tree(rest[1:])),)
     if rest.startswith("==") and "*" not in rest and "," not in rest:
         return (VllmEngine(store._version(rest[2:].strip())),)
-    try:
-        wanted = SpecifierSet(rest)
-    except InvalidSpecifier:
-        raise EngineError(f"vllm{rest} is no engine.", "Use vllm==X, vllm>=X, vllm@PATH or vllm.") from None
+    wanted = _range(rest)
     found = [r.version for r in store.releases() if wanted.contains(r.version, prereleases=True)]
     if not found:
         raise EngineError(f"No stored release matches vllm{rest}.", "Add some: `ckaudit engines add vllm==X`.")
     return tuple(VllmEngine(version) for version in found)
 
 
+def _range(rest: str) -> SpecifierSet:
+    try:
+        return SpecifierSet(rest)
+    except InvalidSpecifier:
+        raise EngineError(f"vllm{rest} is no engine.", "Use vllm==X, vllm>=X, vllm@PATH or vllm.") from None
+
+
 def fetch(rest: str, *, offline: bool = False, progress: Progress | None = None) -> tuple[str, ...]:
     """Store every release on the index that the specifier `rest` allows; the versions that are stored then. Raises EngineError."""
-    wanted = SpecifierSet(rest)
+    wanted = _range(rest)
     for version in store.on_index():
         if wanted.contains(version):
             store.add(version, offline=offline, progress=progress)
