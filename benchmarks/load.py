@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from ckaudit import header
-from ckaudit.materialize import classes, forward, layout, loading, reductions, values
+from ckaudit.materialize import classes, forward, layout, loading, moments, reductions
 from ckaudit.materialize.hostmap import MappedFiles
 from ckaudit.materialize.job import LoadJob, LoadOptions
 from ckaudit.materialize.layout import Stored
@@ -341,7 +341,7 @@ def _same(bench: Bench, name: str, folder: Path) -> None:
     mapped = MappedFiles(sorted(str(p) for p in folder.glob("*.safetensors")))
     wrong = []
     for found in loaded.observed.stats[:40]:
-        true = values.exact(exact[found.name], mapped.read(exact[found.name]))
+        true = moments.exact(exact[found.name], mapped.read(exact[found.name]))
         near = abs(found.mean - true.mean) <= 1e-4 * true.std + 1e-9 and abs(found.std - true.std) <= 1e-3 * true.std
         exactly = [(s.low, s.high, s.zeros, s.digest) for s in (found, true)]
         if not near or exactly[0] != exactly[1]:

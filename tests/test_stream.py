@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,31 @@ def test_a_file_that_was_cut_since_its_header_was_read(tmp_path: Path, access: A
             stream.join()
     with HostMap(layout, MappedFiles(files.paths)) as mapped, pytest.raises(SourceError, match="ends at byte 12,000"):
         taken(layout, mapped)
+
+
+def test_an_error_holds_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU it is needed at once, by whoever tries again: not when the garbage collector happens to run."""
+    files = Files(tmp_path, [[9000, 9000]])
+    os.truncate(files.paths[0], 12_000)
+    made: list[weakref.ref[Any]] = []
+    block_of = DeviceStream._block
+
+    def noted(self: DeviceStream, arena: int) -> Any:
+        block = block_of(self, arena)
+        made.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(DeviceStream, "_block", noted)
+    gc.disable()
+    try:
+        layout = plan(files.tensors, natural_key, (), 4096)
+        with DeviceStream(layout, files.paths, CPU, readers=2) as stream, pytest.raises(SourceError) as raised:
+            stream.take(1)
+        assert made
+        assert [ref() for ref in made if ref() is not None] == []
+        assert raised.value.__traceback__ is not None  # what it does keep: where it happened
+    finally:
+        gc.enable()
 
 
 def test_a_file_that_is_gone(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ np = pytest.importorskip("numpy")
 
 from ckaudit.checks.observed import TensorStats  # noqa: E402
 from ckaudit.errors import UsageError  # noqa: E402
-from ckaudit.materialize import reductions, values  # noqa: E402
+from ckaudit.materialize import moments, reductions, values  # noqa: E402
 from ckaudit.materialize import stats as tables  # noqa: E402
 from ckaudit.materialize.dtypes import torch_dtype, torch_shape  # noqa: E402
 from ckaudit.materialize.layout import Stored, plan  # noqa: E402
@@ -34,7 +36,7 @@ def scan(dtype: str, raw: Any, shape: tuple[int, ...] | None = None) -> TensorSt
     scanner = values.Scan(layout, CPU)
     scanner.ready(0, data, ())
     (found,) = scanner.finish(lambda _: data)
-    reread = values.exact(stored, data)
+    reread = moments.exact(stored, data)
     assert (found.count, found.zeros, found.low, found.high, found.digest) == (
         reread.count, reread.zeros, reread.low, reread.high, reread.digest,
     )  # fmt: skip
@@ -140,8 +142,11 @@ def test_experts_are_reduced_together_and_told_apart() -> None:
     assert [(s.name, s.high, s.nan) for s in found] == [(n, float(i), int(i == 5)) for i, n in enumerate(names)]
 
 
-def test_small_tensors_of_one_kind_are_reduced_together_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_TOGETHER", 3)  # eight tensors: two full groups, a rest
+@pytest.mark.parametrize(("limit", "at"), [("_TOGETHER", 3), ("_BATCH", 130)])
+def test_small_tensors_of_one_kind_are_reduced_together_and_told_apart(
+    limit: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, limit, at)  # eight tensors, 64 bytes each: two full groups, a rest
     kinds = [("F32", torch.float32, 16)] * 8 + [("BF16", torch.bfloat16, 32), ("BF16", torch.bfloat16, 16)]
     data = [torch.full((n,), float(i + 1), dtype=kind) for i, (_, kind, n) in enumerate(kinds)]
     data[4][7] = 0
@@ -151,6 +156,18 @@ def test_small_tensors_of_one_kind_are_reduced_together_and_told_apart(monkeypat
         scanner.ready(index, data[arena.members[0][0]].view(torch.uint8), ())
     found = scanner.finish(lambda _: pytest.fail("nothing here needs a second look"))
     assert [(s.name, s.high, s.zeros) for s in found] == [(f"t{i}", float(i + 1), int(i == 4)) for i in range(10)]
+
+
+def test_few_bytes_wait_where_no_two_tensors_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_BATCH", 200)
+    data = [torch.full((n,), float(n)) for n in range(1, 41)]
+    layout = plan([Stored(f"t{n}", 0, "F32", (n,), 0, 4 * n) for n in range(1, 41)], natural_key)
+    scanner = values.Scan(layout, CPU)
+    for index, arena in enumerate(layout.arenas):
+        scanner.ready(index, data[arena.members[0][0]].view(torch.uint8), ())
+        assert scanner._waiting <= 2 * 200
+    found = scanner.finish(lambda _: pytest.fail("nothing here needs a second look"))
+    assert [(s.name, s.low, s.high) for s in found] == [(f"t{n}", float(n), float(n)) for n in range(1, 41)]
 
 
 def test_large_tensors_come_in_blocks_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,20 +180,15 @@ def test_large_tensors_come_in_blocks_that_add_up(monkeypatch: pytest.MonkeyPatc
 def test_memory_that_only_the_scan_still_holds_is_looked_at_first() -> None:
     blocks = [torch.zeros(64, dtype=torch.uint8) for _ in range(5)]
     model = [block.view(torch.float32) for block in blocks]  # what the loader keeps: other tensors of the same memory
-    order: list[int] = []
-
-    def arrivals() -> Any:
-        for index in range(5):
-            yield index, blocks[index].detach(), ()
-            blocks[index] = torch.empty(0)  # the stream's hold ends when the loader has taken the tensor
-            if index == 2:
-                model[0] = model[2] = torch.empty(0)  # made into something else, and dropped
-
-    for number, block, _ in values._in_good_time(arrivals()):
-        order.append(number)
-        del block
-    assert sorted(order[:2]) == [0, 2]
-    assert sorted(order[2:]) == [1, 3, 4]
+    told = deque((index, block.detach(), ()) for index, block in enumerate(blocks))
+    blocks.clear()  # the stream's hold ends when the loader has taken the tensor
+    model[0] = model[2] = torch.empty(0)  # made into something else, and dropped
+    over = threading.Event()
+    due = values._in_good_time(told, over)
+    early = [next(due)[0], next(due)[0]]
+    over.set()
+    assert sorted(early) == [0, 2]
+    assert sorted(number for number, _, _ in due) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("n", [999, 12_000, 12_345])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any, Self
 
@@ -150,6 +151,7 @@ class DeviceStream:
                 while (chunk := self._claim()) is not None:
                     self._move(chunk, reader)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits for a tensor)
+            clear_frames(error.__traceback__)  # the allocations that its callers had in hand must not live as long as it
             with self._condition:
                 self._error = self._error or error
                 self._condition.notify_all()
