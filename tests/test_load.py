@@ -712,3 +712,22 @@ def test_tensor_parallelism_without_torchrun_says_how(llama: Path) -> None:
     result = run(llama, tp=True)
     assert result.environment
     assert "several processes" in (result.error or "")
+
+
+def test_one_process_under_torchrun_loads_as_without_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' plan places nothing for a single process: its model would stay on the CPU, whatever was asked for."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which a load on the CPU sets: undone after the test
+    result = run(llama, tp=True)
+    assert (result.error, result.load["tp"]) == (None, 1)
+    assert result.observed is not None
+    assert result.observed.compared
+
+
+def test_more_processes_than_devices(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "99", "LOCAL_WORLD_SIZE": "99"}.items():
+        monkeypatch.setenv(name, value)
+    result = run(llama, device="cuda", tp=True)
+    assert result.environment
+    assert "99 CUDA devices asked for" in (result.error or "")

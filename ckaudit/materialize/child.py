@@ -49,6 +49,12 @@ def run(job: LoadJob, emit: Callable[[Event], None]) -> None:
 
 
 def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, Any]) -> None:
+    if job.options.tp and "RANK" not in os.environ:
+        raise CkauditError(
+            "--tp needs several processes.", "Start it as `torchrun --nproc-per-node N -m ckaudit load TARGET --tp`."
+        )
+    if job.options.tp and job.options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers spreads a model over whatever accelerator torch sees
     with watch.stage("import"):
         import torch
         import transformers
@@ -91,7 +97,7 @@ def _empty(job: LoadJob) -> dict[str, Any]:
         "device": job.options.device,
         "device_name": None,
         "devices": job.options.devices,
-        "tp": int(os.environ.get("WORLD_SIZE", "1")) if job.options.tp else 1,
+        "tp": job.processes,
         "dtype": None,
         "shards": len(job.files),
         "tensors": len(job.tensors),
@@ -149,7 +155,8 @@ def _device(torch: Any, job: LoadJob) -> Any:
         raise CkauditError(f"{job.options.devices} devices asked for, and the device is the CPU.", "Add --device cuda.")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        wanted = max(job.options.devices, (device.index or 0) + 1)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if job.options.tp else 1
+        wanted = max(job.options.devices, here, (device.index or 0) + 1)
         if count < wanted:
             raise CkauditError(
                 f"{wanted} CUDA device{'' if wanted == 1 else 's'} asked for, torch {torch.__version__} sees {count}.",

@@ -201,6 +201,7 @@ def make_job(checkpoint: Checkpoint, folder: Path, options: LoadOptions, unused:
         unused=unused,
         weights=explicit_weights(checkpoint),
         partial=len(chosen) < len(checkpoint.shards),
+        processes=int(os.environ.get("WORLD_SIZE", "1")) if options.tp else 1,
         options=options,
     )
 

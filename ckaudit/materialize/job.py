@@ -57,6 +57,8 @@ class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     """The one file or index of `folder` to load, where the target names it."""
     partial: bool = False
     """Whether these are only some of the checkpoint's shards."""
+    processes: int = 1
+    """Processes that hold a part each, this one of them."""
     options: LoadOptions
 
 

@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from ckaudit.checks.observed import Observed, TensorStats, candidates
-from ckaudit.errors import CkauditError
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.classes import first_value, sub_configs
 from ckaudit.materialize.estimate import Estimate, estimate, require
@@ -52,7 +51,7 @@ def expected_memory(job: LoadJob, config: Any) -> Estimate:
     wanted = estimate(_wanted(job), _target_dtype(job, config), _quantization(config), device=kind)
     if kind == "cpu":
         return require(wanted, _free_memory(), "the CPU")
-    count = max(1, job.options.devices) if not job.options.tp else int(os.environ.get("WORLD_SIZE", "1"))
+    count = max(job.options.devices, job.processes)
     share = msgspec.structs.replace(wanted, steady=wanted.steady // count, peak=wanted.peak // count)
     free, _ = torch.cuda.mem_get_info(torch.device(job.options.device))
     return require(share, free, job.options.device)
@@ -60,7 +59,7 @@ def expected_memory(job: LoadJob, config: Any) -> Estimate:
 
 def load(job: LoadJob, cls: Any, config: Any, needed: Estimate, watch: Watch) -> Loaded:
     """The model of `job`. Raises whatever the loader raises, SourceError for a file that ends early, OutOfMemoryError."""
-    if job.options.tp or job.options.devices > 1:
+    if job.processes > 1 or job.options.devices > 1:
         return _spread(job, cls, config, watch)
     device = torch.device(job.options.device)
     if device.type == "cuda" and device.index is None:
@@ -143,18 +142,14 @@ def _spread(job: LoadJob, cls: Any, config: Any, watch: Watch) -> Loaded:
 
 
 def _placement(job: LoadJob) -> dict[str, Any]:
-    if not job.options.tp:
+    if job.processes == 1:
         free = {i: torch.cuda.mem_get_info(i)[0] for i in range(job.options.devices)}
         return {"device_map": "balanced", "max_memory": free}
-    if "RANK" not in os.environ:
-        raise CkauditError(
-            "--tp needs several processes.", "Start it as `torchrun --nproc-per-node N -m ckaudit load TARGET --tp`."
-        )
     try:
         from transformers.distributed import DistributedConfig
     except ImportError:
         return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))}
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=job.processes)}
 
 
 def _arguments(job: LoadJob, config: Any) -> dict[str, Any]:
