@@ -6,6 +6,9 @@ Every message is one line that says what is wrong, where, and what to do next; t
 
 from __future__ import annotations
 
+_LONGEST = 500
+"""Characters of another program's words that are repeated."""
+
 
 class CkauditError(Exception):
     """A circumstance that stops the audit: `message` says what is wrong and `hint` the next step to take."""
@@ -36,3 +39,17 @@ class EngineError(CkauditError):
 
 class RuleError(CkauditError):
     """A rule book that is not well formed; the message names the file and the row."""
+
+
+def words_of(error: BaseException, limit: int = _LONGEST) -> str:
+    """What an exception says, on one line that ends with a whole word; its type where it says nothing."""
+    text = " ".join(str(error).split())
+    if len(text) > limit:
+        text = f"{text[:limit].rpartition(' ')[0] or text[:limit]} …"
+    return text or type(error).__name__
+
+
+def in_one_line(error: BaseException, limit: int = _LONGEST) -> str:
+    """`Type: message`, on one line."""
+    name, text = type(error).__name__, words_of(error, limit)
+    return text if text == name else f"{name}: {text}"

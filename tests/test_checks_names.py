@@ -203,14 +203,15 @@ class TestLoader:
         failing = plan(source, LLAMA, raises=True, failures=(Failure("KeyError: 'aux.weight'", ("aux.weight",)),))
         assert told(source, failing) == [("CK203", "error", "checkpoint", 1)]
 
-    def test_a_wrong_claim_is_a_note(self) -> None:
+    @pytest.mark.parametrize("kind", ["claims-too-little", "claims-too-much"])
+    def test_a_wrong_claim_is_a_note(self, kind: str) -> None:
         source = checkpoint(LLAMA)
-        note = Note(
-            "claim",
-            "The loader says that lm_head.weight was not loaded; every element was written.",
-            ("lm_head.weight",),
-        )
-        assert told(source, plan(source, LLAMA, notes=(note,))) == [("CK215", "note", "engine", 1)]
+        claim = Note(kind, "as the engine words it", ("lm_head.weight",))
+        assert told(source, plan(source, LLAMA, notes=(claim,))) == [("CK215", "note", "engine", 1)]
+
+    def test_other_notes_are_no_claims(self) -> None:
+        source = checkpoint(LLAMA)
+        assert told(source, plan(source, LLAMA, notes=(Note("broadcast", "spread", ("lm_head.weight",)),))) == []
 
 
 class TestNotJudged:

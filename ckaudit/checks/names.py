@@ -263,11 +263,19 @@ def partly(case: Case) -> Iterator[Finding]:
     case.take((), gaps)
 
 
+_CLAIMS = {
+    "claims-too-little": "The loader does not count as loaded {count} of which it wrote every element: {names}.",
+    "claims-too-much": "The loader counts as loaded {count} into which it wrote nothing: {names}.",
+}
+"""By the kind of the engine's note."""
+
+
 def claims(case: Case) -> Iterator[Finding]:
     """What the loader says of itself and observation denies."""
     for note in case.plan.notes:
-        if note.kind == "claim":
-            yield case.finding(CLAIM, note.text, parameters=note.names, blame="engine")
+        if says := _CLAIMS.get(note.kind):
+            message = says.format(count=many(len(note.names), "parameter"), names=_listed(note.names))
+            yield case.finding(CLAIM, message, parameters=note.names, blame="engine")
 
 
 def raises(case: Case) -> Iterator[Finding]:

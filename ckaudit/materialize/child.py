@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.errors import CkauditError
+from ckaudit.errors import CkauditError, in_one_line, words_of
 from ckaudit.materialize.job import Event, LoadJob
 from ckaudit.materialize.watch import Emit, Watch
 
@@ -182,17 +182,15 @@ def _device_name(torch: Any, device: Any) -> str:
 
 def _reason(error: BaseException, stage: str) -> dict[str, str]:
     """How an exception is told: whose matter it is, and one line."""
-    lines = str(error).strip().splitlines() or [""]
-    whole = " ".join(part.strip() for part in lines if part.strip())[:2000]
-    line = f"{type(error).__name__}: {whole}"
+    line = in_one_line(error, 2000)
     if isinstance(error, CkauditError):
         return {"error": error.message, "hint": error.hint, "blame": "environment"}
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or isinstance(error, MemoryError):
         hint = "Free memory, spread the model with --devices N, or use --device cpu."
-        return {"error": f"Out of memory in stage {stage!r}: {lines[0]}", "hint": hint, "blame": "environment"}
+        return {"error": f"Out of memory in stage {stage!r}: {words_of(error)}", "hint": hint, "blame": "environment"}
     if any(sign in str(error) for sign in _LOST):
         return {
-            "error": f"The device was lost in stage {stage!r}: {lines[0]}",
+            "error": f"The device was lost in stage {stage!r}: {words_of(error)}",
             "hint": "See its driver's log.",
             "blame": "environment",
         }
@@ -200,7 +198,7 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
         return {"error": f"Stage {stage!r} ended: {line}", "hint": "", "blame": "environment"}
     if "attn_implementation" in str(error):  # transformers names its own argument, which --attention fills
         return {
-            "error": f"This attention is refused: {whole}",
+            "error": f"This attention is refused: {words_of(error)}",
             "hint": "Use --attention eager.",
             "blame": "environment",
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckaudit.engines.transformers.classes import NotForUs, choose_in, read_config
-from ckaudit.errors import EngineError
+from ckaudit.errors import EngineError, words_of
 from ckaudit.materialize.job import LoadOptions
 
 
@@ -21,7 +21,7 @@ def pick(folder: str, options: LoadOptions) -> tuple[Any, Any]:
         chosen = choose_in(path, raw, options.class_name, trust=options.trust_remote_code)
     except (NotForUs, ValueError, OSError, KeyError) as error:
         raise EngineError(
-            f"transformers {transformers.__version__} cannot load this: {_first_line(error)}.",
+            f"transformers {transformers.__version__} cannot load this: {_told(error)}.",
             "`ckaudit names` says more; --class NAME picks a class by hand, a newer transformers may know the model.",
         ) from error
     return chosen.cls, chosen.config
@@ -46,7 +46,7 @@ def first_value(config: Any, *keys: str) -> Any:
     return None
 
 
-def _first_line(error: BaseException) -> str:
+def _told(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"config.json: {error.strerror}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return words_of(error).rstrip(".")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckaudit.errors import in_one_line
 from ckaudit.materialize import diffusion, processed
 from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
@@ -71,7 +72,7 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  (a processor that cannot, an input that the model does not take, or a fault of it)
-            failures.setdefault(origin, _line(error))
+            failures.setdefault(origin, in_one_line(error))
             if (
                 made
                 and origin not in refused
@@ -228,8 +229,3 @@ def _not_run(kind: str, reason: str) -> dict[str, Any]:
 
 def _has(model: Any, parameter: str) -> bool:
     return parameter in parameters(model.forward)
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ckaudit.errors import in_one_line
 from ckaudit.materialize.child import private_channel
 from ckaudit.materialize.job import Event
 from ckaudit.materialize.live import LiveJob
@@ -68,8 +69,7 @@ def _steps(job: LiveJob, emit: Emit, told: dict[str, Any]) -> None:
 
 def _verdict(error: Exception) -> dict[str, Any]:
     """An error of the load, or one of the circumstances: no memory, no device, a library that is missing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {' '.join(lines)[:1500]}" if lines else type(error).__name__
+    text = in_one_line(error, 1500)
     names = {cls.__name__ for cls in type(error).__mro__}
     circumstances = names & {"OutOfMemoryError", "MemoryError", "OSError", "ModuleNotFoundError"} or any(
         sign in text

@@ -151,7 +151,7 @@ class DeviceStream:
                 while (chunk := self._claim()) is not None:
                     self._move(chunk, reader)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits for a tensor)
-            clear_frames(error.__traceback__)  # the allocations that its callers had in hand must not live as long as it
+            clear_frames(error.__traceback__)  # what its callers had in hand must not live as long as the error
             with self._condition:
                 self._error = self._error or error
                 self._condition.notify_all()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.errors import SourceError, UsageError
+from ckaudit.errors import SourceError, UsageError, words_of
 from ckaudit.resources import folder
 
 BUILTIN = "builtin"
@@ -184,9 +184,8 @@ def _from_hub(name: str) -> Iterator[Row]:
     try:
         table = datasets.load_dataset(repo, split=split or None)
     except Exception as error:  # the library raises its own, the client's and pyarrow's errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SourceError(
-            f"The data set {repo} cannot be loaded: {reason}", "Check its name and the network."
+            f"The data set {repo} cannot be loaded: {words_of(error)}", "Check its name and the network."
         ) from error
     if isinstance(table, dict):
         table = next(iter(table.values()))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckaudit.errors import EngineError
+from ckaudit.errors import EngineError, words_of
 
 
 def load_processor(folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
@@ -29,9 +29,8 @@ def load_processor(folder: Path, *, min_pixels: int | None = None, max_pixels: i
             "Install it; pictures take the extra ckaudit[ppl].",
         ) from error
     except (ValueError, OSError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineError(
-            f"No processor or tokenizer can be loaded from {folder}: {reason}",
+            f"No processor or tokenizer can be loaded from {folder}: {words_of(error)}",
             "The repo must hold tokenizer and processor files.",
         ) from error
     _limit_pixels(processor, min_pixels, max_pixels)

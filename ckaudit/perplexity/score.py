@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckaudit.errors import EngineError
+from ckaudit.errors import EngineError, words_of
 from ckaudit.perplexity.encode import Encoded, Encoder
 from ckaudit.scores import RowScore, Settings, ids_hash
 
@@ -36,8 +36,9 @@ def load_model(folder: Path, settings: Settings) -> Any:
     try:
         model = cls.from_pretrained(folder, **options).to(settings.device)
     except (ValueError, RuntimeError, ImportError, OSError, AssertionError) as error:  # the last: torch without CUDA
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EngineError(f"The model in {folder.name} does not load: {reason}", "Run `ckaudit load` first.") from error
+        raise EngineError(
+            f"The model in {folder.name} does not load: {words_of(error)}", "Run `ckaudit load` first."
+        ) from error
     return model.eval()
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ckaudit.errors import SourceError
+from ckaudit.errors import SourceError, words_of
 from ckaudit.naming import printable
 
 
@@ -144,8 +144,7 @@ def _why(error: BaseException) -> tuple[str, str]:
         return "the connection was reset", _LATER
     if "RemoteProtocolError" in names:
         return "the answer was cut short", _LATER
-    text = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
-    return text.rstrip("."), _CHECK
+    return printable(words_of(error, 200)).rstrip("."), _CHECK
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import hf_hub_url, repo_folder_name
 
 import ckaudit
-from ckaudit.errors import SourceError, UsageError
+from ckaudit.errors import SourceError, UsageError, words_of
 from ckaudit.naming import printable
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable, target
@@ -160,9 +160,9 @@ class HubSource:
                 max_workers=min(self._jobs, 8),
             )
         except (HfHubHTTPError, _CLIENT_ERROR, OSError, ValueError) as error:
-            reason = " ".join(printable(str(error) or type(error).__name__).split())[:300]
             raise SourceError(
-                f"The files of {self.name} cannot be downloaded: {reason}", "Run again: it goes on where it stopped."
+                f"The files of {self.name} cannot be downloaded: {printable(words_of(error))}",
+                "Run again: it goes on where it stopped.",
             ) from error
         return Path(found)
 
@@ -260,7 +260,7 @@ def _check_client() -> None:
     try:
         get_session()
     except (OSError, ValueError, ImportError) as error:
-        cause = printable((str(error).splitlines() or [type(error).__name__])[0][:200]).rstrip(".")
+        cause = printable(words_of(error, 200)).rstrip(".")
         raise SourceError(
             f"The connection to the Hub cannot be set up: {cause}.", "Check HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE."
         ) from error

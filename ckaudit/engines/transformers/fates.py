@@ -9,9 +9,9 @@ from typing import Any
 
 from ckaudit.engines import Job
 from ckaudit.engines.transformers import remarks
-from ckaudit.engines.transformers.loader import line
 from ckaudit.engines.transformers.observe import Group, Record
 from ckaudit.engines.transformers.tensors import dtype_name
+from ckaudit.errors import in_one_line
 from ckaudit.plan import Collision, Failure, Mismatch, NameFate, Parameter, Plan, RuleHit, Unjudged
 
 
@@ -34,7 +34,7 @@ def tell(
         release=None,
         method="live",
         architecture=chosen.cls.__name__,
-        error=None if first is None else line(first),
+        error=None if first is None else in_one_line(first),
         failures=(*(stop for _, stop in stops), *view.conversion_failures(), *([] if last is None else [last])),
         names=names,
         parameters=tuple(view.parameter(name) for name in record.expected),
@@ -190,7 +190,7 @@ class View:
             return None
         group = self.record.groups[-1] if self.record.groups and self.record.stage == "convert" else None
         names = () if group is None else tuple(name for name, _ in group.sources)
-        return Failure(message=line(failure), names=names, parameter=None if group is None else group.target)
+        return Failure(message=in_one_line(failure), names=names, parameter=None if group is None else group.target)
 
 
 def _last_words(text: str) -> str:

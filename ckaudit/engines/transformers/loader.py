@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckaudit.engines import Job, ReadTensor
+from ckaudit.errors import in_one_line
 from ckaudit.plan import Failure, NameFate, Plan
 
 _MAX_STOPS = 16
@@ -37,7 +38,7 @@ def run(job: Job, read: ReadTensor) -> Plan:  # noqa: ARG001  (no operation of t
             import torch
             import transformers
         except Exception as error:  # noqa: BLE001  (a broken installation is the environment's, however it breaks)
-            return _plan(not_judged=f"torch or transformers cannot be imported ({line(error)})")
+            return _plan(not_judged=f"torch or transformers cannot be imported ({in_one_line(error)})")
         environment = {
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
@@ -96,7 +97,7 @@ def _tell(job: Job, chosen: Any) -> Plan:
             if record.stage == "construct":
                 return _refused(job, error, chosen.cls.__name__)
             if record.stage == "convert" and _wanted_data(str(error)):
-                wanted = f"the loader reads values, not only shapes ({line(error)})"
+                wanted = f"the loader reads values, not only shapes ({in_one_line(error)})"
                 return _plan(architecture=chosen.cls.__name__, not_judged=wanted)
         view = fates.View(record)
         stop = view.stop(failure)
@@ -129,20 +130,14 @@ def _refused(job: Job, error: Exception, architecture: str | None) -> Plan:
     missing = isinstance(error, ImportError | OSError | MemoryError | NotImplementedError)
     if missing or equipment or remote or _wanted_data(str(error)):
         where = "the repo's own code does not run here" if remote else "the environment does not allow this load"
-        return _plan(architecture=architecture, not_judged=f"{where} ({line(error)})")
+        return _plan(architecture=architecture, not_judged=f"{where} ({in_one_line(error)})")
     return _plan(
         architecture=architecture,
-        error=line(error),
-        failures=(Failure(message=line(error)),),
+        error=in_one_line(error),
+        failures=(Failure(message=in_one_line(error)),),
         names=tuple(NameFate(name=spec.name, fate="not_reached", read=0.0) for spec in job.tensors),
     )
 
 
 def _wanted_data(text: str) -> bool:
     return any(sign in text for sign in _NO_DATA)
-
-
-def line(error: BaseException) -> str:
-    """`Type: message`, on one line of bearable length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
