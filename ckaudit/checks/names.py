@@ -264,8 +264,8 @@ def partly(case: Case) -> Iterator[Finding]:
 
 
 _CLAIMS = {
-    "claims-too-little": "The loader does not count as loaded {count} of which it wrote every element: {names}.",
-    "claims-too-much": "The loader counts as loaded {count} into which it wrote nothing: {names}.",
+    "claims-too-little": "The loader's list of what it loaded lacks {count} that it wrote whole: {names}.",
+    "claims-too-much": "The loader's list of what it loaded has {count} into which it wrote nothing: {names}.",
 }
 """By the kind of the engine's note."""
 

@@ -12,7 +12,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from ckaudit.checks.case import Case
+from ckaudit.checks.facts import Facts
+from ckaudit.checks.names import claims
 from ckaudit.engines.host import WorkerHost
+from tests.toy import checkpoint
 from tests.vllm.mini import ENV, fates, good, replay
 
 
@@ -134,6 +138,8 @@ def test_a_claim_that_is_wrong_fails_though_every_element_was_written(host: Work
     assert plan.verdict == "fails"
     assert {p.coverage for p in plan.parameters} == {"full"}
     assert [(n.kind, n.names) for n in plan.notes] == [("claims-too-little", ("embed.weight",))]
+    told = list(claims(Case(Facts(checkpoint([])), plan)))
+    assert [(f.check, f.names) for f in told] == [("CK215", ("embed.weight",))]
 
 
 def test_values_are_fetched_for_a_loader_that_looks(host: WorkerHost) -> None:

@@ -9,9 +9,10 @@ What a plan of this engine says, beyond `ckaudit.plan`:
   not written anywhere, overwritten by another tensor, then a Collision names both, or in a file that the release does not read).
 - `shard`: as the release calls it (`q`, `0`, `expert 3 w1`).
 - `Step.rule`: a kind of WeightsMapper rule (`prefix`, `substring`, `stacked` …), `at` the module whose `load_weights` applied it.
-- `Note.kind`: `claims-too-little`, `claims-too-much` (what the loader says it loaded is not what was written) · `broadcast` · `values`
-  (real bytes were read) · `assumed` (siblings of a refused tensor) · `afterwards` (what the loader raises without the refused tensors) ·
-  `stopped` (why the search for further faults ended).
+- `Note.kind`: `claims-too-little`, `claims-too-much` (what the loader says it loaded is not what was written) · `packed-unmapped`,
+  `packed-undeclared` (what a class declares to be fused and what its rules fuse differ) · `broadcast` · `values` (real bytes were read) ·
+  `assumed` (siblings of a refused tensor) · `afterwards` (what the loader raises without the refused tensors) · `stopped` (why the search
+  for further faults ended).
 """
 
 from __future__ import annotations
