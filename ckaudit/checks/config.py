@@ -58,9 +58,7 @@ def layer_counts(facts: Facts) -> Iterator[Finding]:
     stacks = [s for p, s in facts.layers.items() if not s.holes]
     if not declared or not stacks:
         return
-    key, said = next(
-        (k, v) for k, v in sorted(declared.items(), key=lambda d: ("text" not in d[0], d[0].count("."), d[0]))
-    )
+    key, said = min(declared.items(), key=lambda d: ("text" not in d[0], d[0].count("."), d[0]))
     known = set(declared.values())
     largest = max(stacks, key=lambda s: (sum(map(len, s.members.values())), s.path))
     count = len(largest.numbers)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.facts import EXPERT_KEYS, LAYER_KEYS, Facts, Stack, shape
+from ckaudit.checks.facts import LAYER_KEYS, Facts, Stack, shape
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
@@ -251,8 +251,3 @@ def experts_twice_here(case: Case) -> Iterator[Finding]:
         inside = [f for f in case.plan.names if any(True for _ in _prefixes(f.name, twice))]
         case.take([f.name for f in inside], {f.into for f in inside if f.into}, EXPERTS_TWICE.id)
     return iter(())
-
-
-def expert_counts(facts: Facts) -> dict[str, int]:
-    """Number of experts that the config declares, by key."""
-    return {k: v for k, v in facts.values(EXPERT_KEYS).items() if v > 1}

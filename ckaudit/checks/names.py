@@ -193,7 +193,7 @@ def unmatched(case: Case) -> Iterator[Finding]:
     if not names:
         return
     finder = Nearest(p.name for p in case.plan.parameters)
-    built = {p.name.rpartition(".")[0] for p in case.plan.parameters} if names else set()
+    built = {p.name.rpartition(".")[0] for p in case.plan.parameters}
     for stack, group in by_stack(names).items():
         fate = case.strays[group[0]]
         near = finder.find(fate.into or fate.name)

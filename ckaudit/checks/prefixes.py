@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import ADAPTER, Facts
@@ -262,11 +262,6 @@ def accepted(case: Case) -> Iterator[Finding]:
                 names=names, blame="checkpoint", mend=f"Save the names with one `{printable(text)}.`.",
                 wanted=printable(_once(names[0])), found=printable(names[0]),
             )  # fmt: skip
-
-
-def is_adapter(names: Iterable[str]) -> bool:
-    """Whether these tensors are an adapter and nothing else."""
-    return all(ADAPTER.search(n) for n in names)
 
 
 def unmerged(facts: Facts) -> Iterator[Finding]:

@@ -107,7 +107,7 @@ def head_lost(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         case.take((), missing)
     dropped = [n for n in case.strays if _HEAD.search(n)]
-    if dropped and not missing and all(case.facts.checkpoint.tensors[n].name for n in dropped):
+    if dropped and not missing:
         tied = any(flags(case.facts).values()) and len(set(flags(case.facts).values())) == 1
         refused = tied and case.plan.error is not None
         elsewhere = case.loads_elsewhere(dropped)

@@ -11,9 +11,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def side_by_side(
-    work: Callable[[T, threading.Event], R], items: Iterable[T], jobs: int, label: str = "ckaudit-read"
-) -> Iterator[tuple[T, R]]:
+def side_by_side(work: Callable[[T, threading.Event], R], items: Iterable[T], jobs: int) -> Iterator[tuple[T, R]]:
     """Each item with `work(item, stop)`, in the order the results arrive, at most `jobs` of them running at once.
 
     `items` is asked for more, up to `jobs` waiting items ahead, each time a result has been handled, even if it had run dry: whoever
@@ -30,7 +28,9 @@ def side_by_side(
             while pending < 2 * jobs and (item := _next(feed)) is not None:
                 if threads < min(jobs, pending + 1):
                     # Daemon threads: a read that hangs on a silent server must not keep an interrupted program alive.
-                    threading.Thread(target=_run, args=(work, todo, done, stop), name=label, daemon=True).start()
+                    threading.Thread(
+                        target=_run, args=(work, todo, done, stop), name="ckaudit-read", daemon=True
+                    ).start()
                     threads += 1
                 todo.put(item)
                 pending += 1

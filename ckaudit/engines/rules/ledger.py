@@ -22,7 +22,6 @@ class Ledger:
         """Parameter -> part (a shard id, or `WHOLE`) -> the tensor that was written into it last."""
         self.sources: dict[str, list[str]] = {}
         self.lost: dict[tuple[str, str], list[str]] = {}
-        self.mismatches: list[Mismatch] = []
 
     def parts_of(self, spec: Spec, shards: tuple[ShardId, ...]) -> list[str] | None:
         """The parts that a tensor with these shard ids is written into; None when the parameter has no such part."""

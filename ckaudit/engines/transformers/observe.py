@@ -78,7 +78,7 @@ class Record:
         self.unset: set[str] = set()
         """Targets that the module holds as None: the loader calls them unexpected after all."""
         self.raw_missing: set[str] = set()
-        self.raw_unexpected: set[str] = set()
+        """Missing parameters before the loader takes those out that it lets be missing."""
 
 
 _KINDS = {"WeightRenaming": "rename", "WeightConverter": "convert", "PrefixChange": "prefix"}
@@ -257,7 +257,7 @@ class _Hooks:
         return out
 
     def adjust_keys(self, model: Any, info: Any) -> Any:
-        self.record.raw_missing, self.record.raw_unexpected = set(info.missing_keys), set(info.unexpected_keys)
+        self.record.raw_missing = set(info.missing_keys)
         return self.adjust(model, info)
 
     def log_report(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def select(rest: str) -> tuple[VllmEngine, ...]:
     if rest.startswith("@"):
         return (VllmEngine(None, tree=_tree(rest[1:])),)
     if rest.startswith("==") and "*" not in rest and "," not in rest:
-        return (VllmEngine(store._version(rest[2:].strip())),)
+        return (VllmEngine(store.plain_version(rest[2:].strip())),)
     wanted = _range(rest)
     found = [r.version for r in store.releases() if wanted.contains(r.version, prereleases=True)]
     if not found:

@@ -39,8 +39,8 @@ def cut(a: Piece, key_a: int, b: Piece, key_b: int) -> Cut:
     found = _cut(moving, key_a, other, key_b, [MOST_BOXES])
     wider = _carry(whole, b.at, key_b)
     return Cut(
-        [tidy(_restore(p, key_a, wider, still), key_a) for p in found.both],
-        [tidy(_restore(p, key_a, whole, still), key_a) for p in found.rest] if found.both else [a],
+        [tidy(_restore(p, wider, still), key_a) for p in found.both],
+        [tidy(_restore(p, whole, still), key_a) for p in found.rest] if found.both else [a],
     )
 
 
@@ -68,7 +68,7 @@ def _held(piece: Piece, key: int) -> tuple[Piece, tuple[int, ...]]:
     return Piece(tuple(piece.sizes[d] for d in keep), at), still
 
 
-def _restore(piece: Piece, key: int, original: Piece, still: tuple[int, ...]) -> Piece:
+def _restore(piece: Piece, original: Piece, still: tuple[int, ...]) -> Piece:
     """Give a cut piece back the broadcast dimensions of `original`."""
     if not still:
         return piece
@@ -77,7 +77,6 @@ def _restore(piece: Piece, key: int, original: Piece, still: tuple[int, ...]) ->
         Address(a.offset, (*a.strides, *(o.strides[d] for d in still)), a.item)
         for a, o in zip(piece.at, original.at, strict=True)
     )
-    del key
     return Piece(sizes, at)
 
 

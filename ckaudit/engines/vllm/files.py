@@ -34,11 +34,6 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def unreadable(tensors: Collection[TensorSpec]) -> list[str]:
-    """Names of tensors of a type that torch has not, in order."""
-    return [t.name for t in tensors if t.dtype is not None and dtype_of(t.dtype) is None]
-
-
 def write_folder(texts: dict[str, bytes], tensors: Collection[TensorSpec], folder: Path, *, code: bool) -> None:
     """Lay the checkpoint out under `folder`. Paths that lead out of it are left out, as no loader could follow them."""
     lay_out(texts, folder, code=code)

@@ -54,10 +54,6 @@ class Release(msgspec.Struct, frozen=True):
         """The folder that holds the package."""
         return Path(self.folder)
 
-    def requires(self, package: str) -> SpecifierSet | None:
-        """The versions of `package` that this release declares to work with; None if it does not name it."""
-        return requirement(self.path, self.package, package)
-
 
 def folder(package: str = "vllm") -> Path:
     """Where releases of a package are kept."""
@@ -83,7 +79,7 @@ def get(package: str, version: str) -> Release | None:
 
 def add(version: str, *, package: str = "vllm", offline: bool = False, progress: Progress | None = None) -> Release:
     """The release `package==version`, fetched if it is not stored. Raises EngineError."""
-    text = _version(version)
+    text = plain_version(version)
     if (stored := get(package, text)) is not None:
         return stored
     return _fetch(package, f"=={text}", offline, progress or NullProgress())
@@ -99,7 +95,7 @@ def add_matching(
 
 def remove(version: str, package: str = "vllm") -> bool:
     """Forget a stored release; whether there was one."""
-    path = folder(package) / _version(version)
+    path = folder(package) / plain_version(version)
     if not path.is_dir():
         return False
     aside = Path(tempfile.mkdtemp(prefix=".gone-", dir=folder(package)))
@@ -136,7 +132,8 @@ def requirement(tree: Path, package: str, of: str) -> SpecifierSet | None:
     return None
 
 
-def _version(text: str) -> str:
+def plain_version(text: str) -> str:
+    """`text` as versions are written (`v0.25.1` and `0.25.1` are one). Raises EngineError."""
     try:
         return str(Version(text))
     except InvalidVersion:
@@ -262,9 +259,7 @@ def _unpack(archive: zipfile.ZipFile, tree: Path) -> int:
 def _record_rows(text: str) -> Iterator[tuple[str, str]]:
     """Path and sha256 of each row of a RECORD that has one (https://packaging.python.org, "Recording installed projects")."""
     for line in text.splitlines():
-        path, _, rest = line.rpartition(",")
-        path, _, digest = path.rpartition(",")
-        del rest
+        path, _, digest = line.rpartition(",")[0].rpartition(",")
         if digest.startswith("sha256="):
             yield path.strip('"'), digest.removeprefix("sha256=")
 
