@@ -16,6 +16,8 @@ from math import prod
 import msgspec
 
 _DIGITS = re.compile(r"([0-9]+)")
+# A number that is a whole segment of a path.
+_SEGMENT = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 # A number that stands for itself: `layers.7.`, `blocks_7_`, `model-00007-of`, not the 1 of `fc1` or `w1`.
 _INDEX = re.compile(r"(?<![0-9A-Za-z])([0-9]+)(?![0-9A-Za-z])")
 
@@ -27,21 +29,18 @@ def natural_key(name: str) -> tuple[object, ...]:
     return tuple((len(n := p.lstrip("0")), n) if i % 2 else p for i, p in enumerate(parts)), name
 
 
-_SEGMENT = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-
-
 def numbered_as(path: str, like: str, name: str) -> str:
     """`path`, which belongs to `like`, as it is for `name`, the same but for its numbers: those that `path` and `like` share, in order.
 
     `layers.0.qkv` for `layers.0.experts.3.q` is `layers.5.qkv` for `layers.5.experts.7.q`.
     """
-    numbers = list(zip(_SEGMENT.findall(like), _SEGMENT.findall(name), strict=True))
+    numbers = list(zip(numbers_of(like), numbers_of(name), strict=True))
 
     def exchanged(match: re.Match[str]) -> str:
         while numbers:
             old, new = numbers.pop(0)
             if old == match[0]:
-                return str(new)
+                return new
         return str(match[0])
 
     return _SEGMENT.sub(exchanged, path)
@@ -179,8 +178,6 @@ def _boxes(points: set[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
     return [(*box[:axis], tuple(values), *box[axis:]) for remainder, values in chosen for box in _boxes(set(remainder))]
 
 
-# A number that is a whole segment of a path.
-_SEGMENT = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _NUMBER = re.compile(r"\.([0-9]+)(?![^.\n])")
 """The same in names of one line each, each after a dot; it begins with a plain character, which is ten times as fast to look for."""
 
@@ -188,6 +185,11 @@ _NUMBER = re.compile(r"\.([0-9]+)(?![^.\n])")
 def shape(name: str) -> str:
     """`name` with every number that is a segment of its own as `#`."""
     return _SEGMENT.sub("#", name)
+
+
+def numbers_of(name: str) -> tuple[str, ...]:
+    """What `shape` takes out of `name`, in order."""
+    return tuple(_SEGMENT.findall(name))
 
 
 Places = dict[tuple[str, ...], None]
@@ -223,7 +225,7 @@ def alike(names: list[str]) -> dict[str, Alike]:
     # A name may read like what stands between two of them, or like a shape.
     if text.count("\n") != len(names) - 1 or "#" in text:
         shapes = [shape(name) for name in names]
-        numbers = [n for name in names if "#" not in name for n in _SEGMENT.findall(name)]
+        numbers = [n for name in names if "#" not in name for n in numbers_of(name)]
     found: dict[str, tuple[list[str], list[str], int]] = {}
     at = 0
     for name, text in zip(names, shapes, strict=True):

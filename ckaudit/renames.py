@@ -10,14 +10,12 @@ from typing import Literal
 import msgspec
 
 from ckaudit.naming import printable
+from ckaudit.naming import shape as shape_of
 
 _MANY = 400
 """Shapes of names (numbers taken out) that are compared; a checkpoint has some 60, only made-up ones have more."""
 _AMBIGUOUS = 8
 """A tail that more expected shapes than this share (`weight`) says nothing about where a name belongs."""
-
-
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 class Rename(msgspec.Struct, frozen=True):
@@ -85,8 +83,8 @@ def infer_rename(strays: Iterable[str], expected: Iterable[str]) -> Inferred | N
     Of equally good ones the one that changes the fewest segments, a prefix before a change inside the path.
     """
     names, wanted = list(dict.fromkeys(strays)), set(expected)
-    shapes = Counter(map(_shape, names))
-    wanted_shapes = set(map(_shape, wanted))
+    shapes = Counter(map(shape_of, names))
+    wanted_shapes = set(map(shape_of, wanted))
     best: tuple[int, int, Rename] | None = None
     known = list(shapes.items()) if len(shapes) <= 5 * _MANY else shapes.most_common(5 * _MANY)
     for rename in _candidates(shapes, wanted_shapes):
@@ -99,11 +97,6 @@ def infer_rename(strays: Iterable[str], expected: Iterable[str]) -> Inferred | N
     rename = best[2]
     pairs = {name: new for name in names if (new := rename.apply(name)) in wanted and new != name}
     return Inferred(rename, pairs) if pairs else None
-
-
-def _shape(name: str) -> str:
-    """`name` with every number that is a segment of its own as `#`."""
-    return _NUMBER.sub("#", name)
 
 
 def _candidates(shapes: Counter[str], wanted: Collection[str]) -> Iterator[Rename]:

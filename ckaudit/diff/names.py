@@ -10,9 +10,9 @@ from difflib import SequenceMatcher
 import msgspec
 
 from ckaudit.changes import Rule
-from ckaudit.checks.facts import shape as pattern
 from ckaudit.diff.units import Unit
-from ckaudit.naming import Nearest, printable
+from ckaudit.naming import Nearest, numbers_of, printable
+from ckaudit.naming import shape as pattern
 from ckaudit.renames import Rename, infer_rename
 
 _TRIES = 16
@@ -246,9 +246,6 @@ def common(named: Mapping[str, tuple[Unit, tuple[str, ...]]]) -> dict[str, tuple
     return made
 
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-
-
 def alike(old: Mapping[str, Unit], new: Mapping[str, Unit]) -> Iterator[Renamed]:
     """Names spelt otherwise: of one kind and number on both sides, of the same shapes, whose changed words are the same or nearly so."""
     ours, theirs = _kinds(old), _kinds(new)
@@ -273,7 +270,7 @@ def _kinds(units: Mapping[str, Unit]) -> dict[str, dict[tuple[str, ...], Unit]]:
     """Names with their numbers taken out -> the numbers -> the unit."""
     found: dict[str, dict[tuple[str, ...], Unit]] = defaultdict(dict)
     for name, unit in units.items():
-        found[pattern(name)][tuple(_NUMBER.findall(name))] = unit
+        found[pattern(name)][numbers_of(name)] = unit
     return dict(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,10 +9,10 @@ from typing import NamedTuple
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised
 from ckaudit.engines.vllm.words import looked_up
+from ckaudit.naming import shape as family  # siblings share it
 from ckaudit.plan import Step
 
 MOST_ATTEMPTS = 40
-_DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Fault(NamedTuple):
@@ -40,11 +39,6 @@ Load = Callable[[Sequence[TensorSpec]], Attempt]
 
 class _OutOfTime(Exception):  # noqa: N818  (an end, not an error)
     """There is no time for another load."""
-
-
-def family(name: str) -> str:
-    """A name without its layer and expert numbers: siblings have the same."""
-    return _DIGITS.sub("{}", name)
 
 
 def tell(load: Load, tensors: Sequence[TensorSpec], deadline: float) -> Story:

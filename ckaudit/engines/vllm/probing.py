@@ -15,9 +15,9 @@ import torch
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm.attempt import Attempt, Raised, build, default_dtype, ending, held
-from ckaudit.engines.vllm.faults import family
 from ckaudit.engines.vllm.files import SAFETENSORS, dtype_of
 from ckaudit.engines.vllm.provenance import Provenance
+from ckaudit.naming import shape as family
 from ckaudit.plan import NameFate, Plan, Unjudged
 
 UNLIKELY = (199_999, 199_967)
