@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ def _ran(kind: str = "text", **fields: Any) -> dict[str, Any]:
 
 
 def _told(
-    *runs: dict[str, Any], load: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
+    *runs: dict[str, Any],
+    load: dict[str, Any] | None = None,
+    expect: dict[str, Any] | None = None,
+    values: Sequence[Finding] = (),
 ) -> list[Finding]:
-    return list(behaviour.run(load, {"runs": runs, "expect": expect})[0])
+    return list(behaviour.run(load, {"runs": runs, "expect": expect}, values=values)[0])
 
 
 def _findings() -> dict[str, list[Finding]]:
@@ -73,8 +77,8 @@ def _findings() -> dict[str, list[Finding]]:
         "CK508": _seen(_stats("lm_head.weight"), tie_differs=(("lm_head.weight", "model.embed_tokens.weight"),)),
         "CK601": _told(load={"blame": "checkpoint", "error": "RuntimeError: Error(s) in loading: size mismatch for lm_head.weight"}),
         "CK602": _told(_ran(status="raised", reason="RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x4096 and 2048x64)")),
-        "CK603": _told(_ran(finite=False, first_non_finite=culprit)),
-        "CK604": _told(_ran(first_non_finite=gate)),
+        "CK603": _told(_ran(finite=False, first_non_finite=culprit), values=_seen(_stats(_Q.format(7), nan=100))),
+        "CK604": _told(_ran(first_non_finite=gate), values=_seen(_stats("model.layers.3.mlp.gate.weight", nan=1))),
         "CK605": _told(_ran("image", ignored_from=["processor"])),
         "CK606": _told(_ran(), expect=behaviour.compare([_ran(fingerprint=other)], {"text": _TOP}, 0.01)),
         "CK607": [disagree] if disagree else [],

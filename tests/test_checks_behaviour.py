@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ckaudit.checks.behaviour import compare, disagreement, fingerprints, run
+from ckaudit.checks.observed import Observed, TensorStats
+from ckaudit.checks.values import run as judge_values
 
 PRINT = {"of": "logits", "ids": [7, 3, 9, 1, 4], "logits": [8.0, 6.0, 5.0, 4.0, 2.0], "flat": False}
 
@@ -53,6 +55,21 @@ def test_output_that_is_not_finite_names_the_first_module() -> None:
     first = {"module": "model.layers.3.self_attn.q_proj", "class": "Linear", "nan": True, "inf": False}
     findings, _ = run(None, {"runs": [passed(finite=False, first_non_finite=first)]})
     assert [(f.check, f.names) for f in findings] == [("CK603", ("model.layers.3.self_attn.q_proj",))]
+
+
+def test_a_strange_output_is_the_checkpoints_where_its_values_are_strange() -> None:
+    first = {"module": "model.layers.3.self_attn.q_proj", "class": "Linear", "nan": True, "inf": False}
+    runs = [
+        passed(finite=False, first_non_finite=first),
+        passed(first_non_finite=first),
+        passed(fingerprint={**PRINT, "flat": True}),
+    ]
+    stats = [TensorStats(name="model.layers.3.mlp.up_proj.weight", dtype="BF16", shape=(4, 4), count=16, nan=nan, std=1.0, low=-1.0, high=1.0)
+             for nan in (1, 0)]  # fmt: skip
+    for stat, blame in zip(stats, ("checkpoint", "undecidable"), strict=True):
+        values = judge_values(Observed(stats=(stat,), initializer_range=0.02))[0]
+        findings, _ = run(None, {"runs": runs}, values=values)
+        assert [(f.check, f.blame) for f in findings] == [("CK603", blame), ("CK604", blame), ("CK605", blame)]
 
 
 def test_nan_that_does_not_reach_the_output() -> None:

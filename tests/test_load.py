@@ -62,10 +62,9 @@ def run(folder: Path, **options: Any) -> LoadResult:
     end = last[-1]
     assert end.done
     told["load"] |= {"error": end.error, "blame": end.blame}
-    findings, skips = behaviour.run(told["load"], told["forward"])
-    if told["observed"] is not None:
-        more, unread = values.run(told["observed"])
-        findings, skips = (*more, *findings), (*unread, *skips)
+    seen, unread = values.run(told["observed"]) if told["observed"] is not None else ((), ())
+    behaved, not_run = behaviour.run(told["load"], told["forward"], values=seen)
+    findings, skips = (*seen, *behaved), (*unread, *not_run)
     return LoadResult(**told, findings=findings, skips=skips, error=end.error, environment=end.blame == "environment")
 
 
@@ -248,6 +247,15 @@ def test_values_that_are_not_finite_are_found_though_they_are_one_in_ten_thousan
     result = run(tmp_path)
     assert checks(result)["CK501"] == ("model.layers.1.self_attn.q_proj.weight",)
     assert checks(result)["CK603"] == ("model.layers.1.self_attn.q_proj",)
+    assert {f.blame for f in result.findings if f.check == "CK603"} == {"checkpoint"}
+
+
+def test_sound_weights_that_give_nan_are_not_the_culprit(llama: Path, tmp_path: Path) -> None:
+    """A mean square of at most 1, less 2: there is no root."""
+    config = copied(llama, tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": -2.0}))
+    result = run(tmp_path)
+    assert {f.check: f.blame for f in result.findings} == {"CK603": "undecidable"}
 
 
 def test_a_matrix_of_zeros_and_a_constant_one(llama: Path, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ HIDDEN = Check("CK604", "NaN that the output hides", "warning")
 NO_EFFECT = Check("CK605", "input without effect", "error")
 DIFFERS = Check("CK606", "fingerprint differs", "error")
 DISAGREES = Check("CK607", "engine and replay disagree", "error")
+_WEIGHTS = frozenset({"CK501", "CK502", "CK503", "CK504"})
+"""Faults of values that a strange output can come from."""
 CHECKS = (LOAD_RAISES, FORWARD_RAISES, NOT_FINITE, HIDDEN, NO_EFFECT, DIFFERS, DISAGREES)
 
 
@@ -31,9 +33,17 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def run(
-    load: Mapping[str, Any] | None, forward: Mapping[str, Any] | None, *, engine: str = "transformers"
+    load: Mapping[str, Any] | None,
+    forward: Mapping[str, Any] | None,
+    *,
+    engine: str = "transformers",
+    values: Iterable[Finding] = (),
 ) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
-    """Findings on behaviour, and what could not be judged. `load["error"]` counts where `load["blame"]` is the checkpoint's."""
+    """Findings on behaviour, and what could not be judged. `load["error"]` counts where `load["blame"]` is the checkpoint's.
+
+    `values` is what the values of the weights gave: an output is held against the checkpoint where they are at fault.
+    """
+    weights: Blame = "checkpoint" if any(f.check in _WEIGHTS for f in values) else "undecidable"
     findings: list[Finding] = []
     skips: list[Skip] = []
     if load is not None and load.get("error") and load.get("blame") == "checkpoint":
@@ -48,7 +58,7 @@ def run(
     if forward is None:
         return tuple(findings), tuple(skips)
     for one in forward.get("runs", ()):
-        findings += _judge(one, engine)
+        findings += _judge(one, engine, weights)
         if one["status"] == "not_run":
             reason = f"{one['kind']} input: {printable(one['reason'] or '')}"
             skips += [Skip(c.id, reason, engine) for c in (FORWARD_RAISES, NOT_FINITE)]
@@ -115,7 +125,7 @@ def _compare(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any], tol
     return Comparison(kind, difference <= tolerance and ids_fit, difference, **shown)
 
 
-def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
+def _judge(one: Mapping[str, Any], engine: str, weights: Blame) -> list[Finding]:
     kind = one["kind"]
     if one["status"] == "raised":
         message = f"The forward pass on {kind} input raises: {printable(one['reason'])}"
@@ -146,18 +156,24 @@ def _judge(one: Mapping[str, Any], engine: str) -> list[Finding]:
         message = f"The model does not look at {kind} input as the repo's processor makes it."
         mend = f"Set {kind}_token_id in config.json to the id of the processor's placeholder."
         before = [_finding(NO_EFFECT, engine, message, mend, blame="config")]
-    return [*before, *_judge_output(one, engine)]
+    return [*before, *_judge_output(one, engine, weights)]
 
 
-def _judge_output(one: Mapping[str, Any], engine: str) -> list[Finding]:
+def _judge_output(one: Mapping[str, Any], engine: str, weights: Blame) -> list[Finding]:
     kind = one["kind"]
     first = one.get("first_non_finite")
     where = f"{printable(first['module'] or 'the model')} ({first['class']})" if first else ""
     if not one["finite"]:
         place = f"; the first is {where}" if first else ""
         message = f"The output for {kind} input holds NaN or Inf{place}."
-        mend = "Look at the values of that module's tensors (CK501); Inf without NaN in float16 is an overflow: try bfloat16."
-        return [_finding(NOT_FINITE, engine, message, mend, names=(first["module"],) if first else ())]
+        mend = "Look at the values of that module's tensors (CK501)."
+        if weights == "undecidable":
+            mend = (
+                "Where the weights are finite (CK501), try --dtype bfloat16, for float16 overflows; "
+                "else compare the config's scales, epsilons and rope settings with the original's."
+            )
+        names = (first["module"],) if first else ()
+        return [_finding(NOT_FINITE, engine, message, mend, names=names, blame=weights)]
     if first and first["nan"]:
         message = f"{where} gives NaN for {kind} input, and the output does not show it."
         return [
@@ -167,11 +183,13 @@ def _judge_output(one: Mapping[str, Any], engine: str) -> list[Finding]:
                 message,
                 "Look at the values of that module's tensors (CK501).",
                 names=(first["module"],),
+                blame=weights,
             )
         ]
     if (one.get("fingerprint") or {}).get("flat"):
         message = f"Every entry of the last position is the same for {kind} input."
-        return [_finding(NO_EFFECT, engine, message, "A weight on the way is zero or constant (CK502, CK503).")]
+        mend = "A weight on the way is zero or constant (CK502, CK503), or a scale in the config is zero."
+        return [_finding(NO_EFFECT, engine, message, mend, blame=weights)]
     return []
 
 

@@ -57,15 +57,13 @@ def load(
     if forward is not None and options.expect is not None:
         forward["expect"] = behaviour.compare(forward["runs"], expected, options.tolerance) | {"file": options.expect}
     section["error"], section["blame"] = story.error, story.blame or None
-    found, skipped = behaviour.run(section, forward)
-    if story.observed is not None:
-        more, unread = values.run(story.observed)
-        found, skipped = (*more, *found), (*unread, *skipped)
+    seen, unread = values.run(story.observed) if story.observed is not None else ((), ())
+    behaved, not_run = behaviour.run(section, forward, values=seen)
     return LoadResult(
         load=section,
         forward=forward,
-        findings=found,
-        skips=skipped,
+        findings=(*seen, *behaved),
+        skips=(*unread, *not_run),
         observed=story.observed,
         error=story.error,
         hint=story.hint,
