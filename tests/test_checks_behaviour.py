@@ -64,8 +64,8 @@ def test_a_strange_output_is_the_checkpoints_where_its_values_are_strange() -> N
         passed(first_non_finite=first),
         passed(fingerprint={**PRINT, "flat": True}),
     ]
-    stats = [TensorStats(name="model.layers.3.mlp.up_proj.weight", dtype="BF16", shape=(4, 4), count=16, nan=nan, std=1.0, low=-1.0, high=1.0)
-             for nan in (1, 0)]  # fmt: skip
+    usual: dict[str, Any] = {"dtype": "BF16", "shape": (4, 4), "count": 16, "std": 1.0, "low": -1.0, "high": 1.0}
+    stats = [TensorStats(name="model.layers.3.mlp.up_proj.weight", nan=nan, **usual) for nan in (1, 0)]
     for stat, blame in zip(stats, ("checkpoint", "undecidable"), strict=True):
         values = judge_values(Observed(stats=(stat,), initializer_range=0.02))[0]
         findings, _ = run(None, {"runs": runs}, values=values)
