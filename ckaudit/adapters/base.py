@@ -49,6 +49,5 @@ def kind_of(checkpoint: Checkpoint) -> str | None:
     named = config.get("_class_name")
     if isinstance(named, str):
         return "unet" if "UNet" in named else "transformer" if "Transformer" in named else None
-    architectures = config.get("architectures")
-    text = str(architectures) if isinstance(architectures, list) else ""
-    return "text_encoder" if re.search("CLIPText|T5Encoder", text) else None
+    text = any(re.search("CLIPText|T5Encoder", name) for name in checkpoint.architectures)
+    return "text_encoder" if text else None

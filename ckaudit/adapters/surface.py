@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from ckaudit.checkpoint import Checkpoint
+from ckaudit.header import FLOATS
 from ckaudit.plan import Plan
 
 Shape = tuple[int, ...]
-
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes in which a weight's shape is that of its module; packed ones are narrower."""
 
 
 class Surface(msgspec.Struct, frozen=True):
@@ -42,7 +40,9 @@ def of_tensors(tensors: Iterable[tuple[str, Shape | None, str | None]], strip: s
         names[path] = shape
         if not module:
             continue
-        plain = leaf == "weight" and shape is not None and dtype in _FLOATS
+        plain = (
+            leaf == "weight" and shape is not None and dtype in FLOATS
+        )  # a packed weight is narrower than its module
         if plain or module not in modules:
             modules[module] = shape if plain else None
     biased = {
@@ -77,7 +77,7 @@ def of_fused(plan: Plan, base: Checkpoint) -> Surface:
         stored, _, leaf = fate.name.rpartition(".")
         module = fate.into.rpartition(".")[0]
         tensor = base.tensors.get(fate.name)
-        shape = tensor.shape if tensor is not None and leaf == "weight" and tensor.dtype in _FLOATS else None
+        shape = tensor.shape if tensor is not None and leaf == "weight" and tensor.dtype in FLOATS else None
         if fate.shard is not None and stored:
             part = _part(stored, module, fate.into)
             if part is not None and part != module:

@@ -155,9 +155,9 @@ def ignored(config: dict[str, Any] | None, plan: Plan) -> list[str]:
     return [*patterns, *features]
 
 
-def takes_fused(plan: Plan, architectures: Iterable[object]) -> bool:
+def takes_fused(plan: Plan, architectures: Iterable[str]) -> bool:
     """Whether the model's class takes adapters on fused experts; `architectures` are those of the base's config."""
-    return not FUSED_EXPERTS.isdisjoint(a for a in (plan.architecture, *architectures) if isinstance(a, str))
+    return not FUSED_EXPERTS.isdisjoint((plan.architecture, *architectures))
 
 
 def refuses_fused(plan: Plan) -> bool:
@@ -185,8 +185,7 @@ class Look:
         self.packed: dict[str, set[str]] = {}
         for part, module in surface.into.items():
             self.packed.setdefault(part.rpartition(".")[2], set()).add(module.rpartition(".")[2])
-        named = (base.checkpoint.config or {}).get("architectures")
-        self.fused = takes_fused(plan, named if isinstance(named, list) else ())
+        self.fused = takes_fused(plan, base.checkpoint.architectures)
 
     def look(self, unit: Unit) -> Outcome:
         chain: tuple[Step, ...] = ()

@@ -90,6 +90,12 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
         return found if known else {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
     @property
+    def architectures(self) -> tuple[str, ...]:
+        """The classes that the config names; none where `architectures` is no list of names."""
+        named = (self.config or {}).get("architectures")
+        return tuple(a for a in named if isinstance(a, str)) if isinstance(named, list) else ()
+
+    @property
     def index_only(self) -> bool:
         """Whether names come from the index alone, because no shard header could be read."""
         return self.index is not None and all(s.header is None for s in self.shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Blame, Check, Finding, Severity
@@ -202,10 +203,7 @@ def _bytes(parameter: Parameter) -> int:
     """Bytes of what a parameter lacks, 0 where its size is not known."""
     if parameter.shape is None or parameter.dtype not in DTYPE_BITS:
         return 0
-    elements = 1
-    for n in parameter.shape:
-        elements *= n
-    return round(elements * DTYPE_BITS[parameter.dtype] / 8 * (1 - (parameter.share or 0)))
+    return round(prod(parameter.shape) * DTYPE_BITS[parameter.dtype] / 8 * (1 - (parameter.share or 0)))
 
 
 def on_files(

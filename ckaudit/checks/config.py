@@ -35,7 +35,7 @@ def readable(facts: Facts) -> Iterator[Finding]:
                 severity="note" if lone else "error", mend="Copy config.json from the model that these weights were trained from.",
             )  # fmt: skip
         return
-    if not facts.classes and "_class_name" not in checkpoint.config and "peft_type" not in checkpoint.config:
+    if not checkpoint.architectures and "_class_name" not in checkpoint.config and "peft_type" not in checkpoint.config:
         yield on_files(
             facts, NO_CLASS, "config.json names no class (`architectures`): engines have to guess which head the model has.",
             blame="config", mend='Add "architectures": ["…"] as in the model that these weights were trained from.',

@@ -193,12 +193,6 @@ class Facts:
             found[frozenset(names)].append(module)
         return dict(found)
 
-    @property
-    def classes(self) -> list[str]:
-        """The classes that the config names; none where `architectures` is no list of names."""
-        named = self.config.get("architectures")
-        return [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
-
     @cached_property
     def declared(self) -> list[tuple[str, int]]:
         """Every whole number in the config as (dotted key, value), outermost first; quantisation settings left out."""

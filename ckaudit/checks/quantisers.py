@@ -9,6 +9,7 @@ import msgspec
 
 from ckaudit.checks.facts import Facts
 from ckaudit.checks.quantisation import declared
+from ckaudit.header import FLOATS
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -89,7 +90,8 @@ BASES = (
     "",
 )  # fmt: skip
 """Leaves that hold the weight itself."""
-FULL = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+FULL = FLOATS | {"I64", "BOOL"}
+"""Dtypes that no quantiser stores weights in."""
 TAIL = re.compile(
     r"(^|\.|_)(qweight|qzeros|scales|g_idx|biases|weight_packed|weight_scale(s|_inv|_2)?|weight_shape|weight_zero_point|weight_global_scale"
     r"|input_scale|input_global_scale|weight_g_idx|SCB|weight_format|scale_inv|blocks|weight\.[a-z_]+(\..*)?|_data|_scale|dqweight|W_q"

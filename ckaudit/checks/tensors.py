@@ -10,7 +10,7 @@ from ckaudit.checks.case import Case, by_stack, many, on_files, under
 from ckaudit.checks.facts import Facts
 from ckaudit.checks.sizes import SHAPE
 from ckaudit.findings import Check, Finding
-from ckaudit.header import DTYPE_BITS
+from ckaudit.header import DTYPE_BITS, FLOATS
 from ckaudit.plan import Mismatch
 
 DTYPE = Check("CK302", "dtype that does not fit", "error")
@@ -57,9 +57,6 @@ def read_in_part(case: Case) -> Iterator[Finding]:
             IN_PART, f"Only {share:.0%} of {many(len(names), 'tensor')}{under(stack)} is used; the rest is dropped.", names=names,
             blame="config", mend="Compare the sizes in the config with these tensors.", wanted="all elements", found=f"{share:.0%}",
         )  # fmt: skip
-
-
-FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def saved_dtype(facts: Facts) -> Iterator[Finding]:

@@ -114,7 +114,7 @@ def head_lost(case: Case) -> Iterator[Finding]:
         yield case.finding(
             TIES, f"`{printable(dropped[0])}` is stored and not loaded: this class has no head of its own (the config says {said}).",
             names=dropped, severity="warning" if tied and not refused else "error",
-            blame="engine" if (elsewhere and case.facts.classes) or refused else "config",
+            blame="engine" if (elsewhere and case.facts.checkpoint.architectures) or refused else "config",
             mend=(f"Use {elsewhere.id}, which loads it; or drop" if elsewhere else "Drop")
             + " the head if it equals the embedding; if it was trained by itself, set tie_word_embeddings to false on every level.",
         )  # fmt: skip

@@ -10,6 +10,7 @@ from statistics import median
 
 from ckaudit.checks.observed import Observed, TensorStats, is_buffer, is_matrix
 from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.header import FLOATS
 from ckaudit.naming import natural_key, printable
 
 NOT_FINITE = Check("CK501", "NaN or Inf in a tensor", "error")
@@ -32,7 +33,7 @@ _EMBEDDING = re.compile(r"(^|[._])(lm_head|embed|shared|wte|output|word_embeddin
 _POSITIONS = re.compile(r"position|pos_emb|sinusoid", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4")
+_FRACTIONS = FLOATS | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"}
 _SIBLINGS = 8
 """Fewer layers than this do not say what is usual."""
 _FAR_RATIO = 10.0
@@ -143,7 +144,7 @@ def _far(seen: Observed) -> list[Finding]:
     """A matrix whose deviation is far from that of the same matrix in the other layers."""
     families: dict[tuple[str, str, tuple[int, ...]], list[TensorStats]] = defaultdict(list)
     for tensor in seen.stats:
-        if is_matrix(tensor) and tensor.dtype in _FLOATS and tensor.std > 0 and not tensor.nan and not tensor.inf:
+        if is_matrix(tensor) and tensor.dtype in _FRACTIONS and tensor.std > 0 and not tensor.nan and not tensor.inf:
             families[_NUMBER.sub("#", tensor.name), tensor.dtype, tensor.shape].append(tensor)
     far: list[tuple[TensorStats, float]] = []
     for family in families.values():
@@ -199,7 +200,7 @@ def _untrained(seen: Observed) -> list[Finding]:
     fresh = [
         s
         for s in seen.stats
-        if is_matrix(s) and s.dtype in _FLOATS[:4] and s.count >= _UNTRAINED_ELEMENTS and _as_drawn(s, scale)
+        if is_matrix(s) and s.dtype in FLOATS and s.count >= _UNTRAINED_ELEMENTS and _as_drawn(s, scale)
     ]
     if not fresh:
         return []

@@ -12,7 +12,6 @@ from ckaudit.checks.facts import Facts, split
 from ckaudit.checks.quantisers import recognised
 from ckaudit.header import DTYPE_BITS
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """Bits of one quantised element, in the schemes that are known."""
 

@@ -11,7 +11,8 @@ from ckaudit.checks.names import HARMLESS
 from ckaudit.diff.made import Sizes
 from ckaudit.diff.pairing import Pairing
 from ckaudit.diff.reasons import reshaped as reasons
-from ckaudit.diff.units import FLOATS, Unit, fits
+from ckaudit.diff.units import Unit, fits
+from ckaudit.header import FLOATS
 
 Pair = tuple[Unit, Unit]
 

@@ -20,8 +20,10 @@ from contextlib import contextmanager
 
 from ckaudit import sniff
 from ckaudit.header.model import DTYPE_BITS as DTYPE_BITS
+from ckaudit.header.model import FLOATS as FLOATS
 from ckaudit.header.model import MAX_DEFECTS as MAX_DEFECTS
 from ckaudit.header.model import MAX_HEADER as MAX_HEADER
+from ckaudit.header.model import TORCH_DTYPES as TORCH_DTYPES
 from ckaudit.header.model import Defect as Defect
 from ckaudit.header.model import Header as Header
 from ckaudit.header.model import TensorInfo as TensorInfo

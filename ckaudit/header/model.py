@@ -10,6 +10,15 @@ DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
 }  # fmt: skip
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Those that a model computes in."""
+TORCH_DTYPES: dict[str, str] = {
+    "F4": "float4_e2m1fn_x2", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16",
+    "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "F64": "float64",
+    "I64": "int64", "U64": "uint64", "C64": "complex64",
+}  # fmt: skip
+"""What torch calls them, as safetensors' own binding has it (`safetensors/torch.py`, `_TYPES`). Floats of six bits are not there."""
 
 MAX_HEADER = 100_000_000
 """Bytes. safetensors refuses a longer header (`MAX_HEADER_SIZE`)."""

@@ -28,13 +28,12 @@ def describe(checkpoint: Checkpoint) -> Target:
     for (dtype, _, _), count in kinds.items():
         if dtype is not None:
             dtypes[dtype] += count
-    config = checkpoint.config or {}
-    architectures, model_type = config.get("architectures"), config.get("model_type")
+    model_type = (checkpoint.config or {}).get("model_type")
     return Target(
         name=checkpoint.name,
         revision=checkpoint.revision,
         source=checkpoint.kind,
-        architectures=tuple(a for a in architectures if isinstance(a, str)) if isinstance(architectures, list) else (),
+        architectures=checkpoint.architectures,
         model_type=model_type if isinstance(model_type, str) else None,
         tensors=len(checkpoint.tensors),
         parameters=_sum((None if shape is None else prod(shape), n) for (_, shape, _), n in kinds.items()),

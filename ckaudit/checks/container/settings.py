@@ -35,12 +35,7 @@ def run(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _generation(checkpoint: Checkpoint) -> Iterator[Finding]:
     path = "generation_config.json"
     text = checkpoint.texts.get(path)
-    named = (checkpoint.config or {}).get("architectures")
-    if (
-        text is None
-        or not isinstance(named, list)
-        or not any(isinstance(a, str) and _GENERATES.search(a) for a in named)
-    ):
+    if text is None or not any(map(_GENERATES.search, checkpoint.architectures)):
         return
     found, value = _json(text)
     if found is not None:

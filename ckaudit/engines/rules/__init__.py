@@ -48,14 +48,8 @@ def default_spec(checkpoint: Checkpoint) -> str | None:
     return None if book is None else f"rules:{book.project}=={book.newest}"
 
 
-def architectures(checkpoint: Checkpoint) -> list[str]:
-    """The architectures that the config names, in order."""
-    named = (checkpoint.config or {}).get("architectures")
-    return [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
-
-
 def _shipped(checkpoint: Checkpoint) -> Book | None:
-    found = (rulebook.find(name) for name in architectures(checkpoint))
+    found = (rulebook.find(name) for name in checkpoint.architectures)
     return next((book for book in found if book is not None), None)
 
 
@@ -70,9 +64,8 @@ class RulesEngine:
     def plan(self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress) -> Plan:
         """What the book says this release does with `checkpoint`; `not_judged` where it cannot say."""
         del options, progress
-        named = architectures(checkpoint)
         book = self.book or _shipped(checkpoint)
-        if reason := _unjudged(checkpoint, named, book, own=self.book is not None):
+        if reason := _unjudged(checkpoint, book, own=self.book is not None):
             return self._not_judged(reason)
         assert book is not None
         release = self.release or book.newest
@@ -124,8 +117,9 @@ def _whole(checkpoint: Checkpoint, book: Book) -> list[str]:
     return ranges
 
 
-def _unjudged(checkpoint: Checkpoint, named: list[str], book: Book | None, *, own: bool) -> str | None:
+def _unjudged(checkpoint: Checkpoint, book: Book | None, *, own: bool) -> str | None:
     """Why nothing can be said of this checkpoint with this book, before any name is looked at."""
+    named = checkpoint.architectures
     if checkpoint.config is None:
         return "there is no config.json that can be read, so the architecture is not known"
     if not named:

@@ -10,12 +10,11 @@ import msgspec
 from ckaudit.checkpoint import Checkpoint, TensorSpec
 from ckaudit.engines.rules.ledger import Ledger
 from ckaudit.engines.rules.walk import Landing, walk
+from ckaudit.header import FLOATS
 from ckaudit.mapper import Rule, shard_text
 from ckaudit.plan import Failure, Mismatch, NameFate, Note, Plan, RuleHit, Unjudged
 from ckaudit.rulebook.book import Book, Section
 from ckaudit.rulebook.model import Model, Seat
-
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def judge(checkpoint: Checkpoint, book: Book, section: Section, model: Model) -> Plan:
@@ -114,7 +113,7 @@ class _Judge:
             error = f"AssertionError: Attempted to load weight ({misfit.found}) into parameter ({misfit.wanted})"
             return replace(landing, fate="not_reached", error=error)
         wanted = spec.dtype or self.dtype
-        if tensor.dtype is not None and (tensor.dtype in _FLOATS) != (wanted is None or wanted in _FLOATS):
+        if tensor.dtype is not None and (tensor.dtype in FLOATS) != (wanted is None or wanted in FLOATS):
             self.mismatches.append(Mismatch("dtype", spec.name, (tensor.name,), wanted or "a float", tensor.dtype))
         self.ledger.write(spec, parts, tensor.name)
         return landing

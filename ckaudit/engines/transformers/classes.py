@@ -26,11 +26,17 @@ class Chosen(msgspec.Struct, frozen=True):
     """The config class that `model_type` names, where the model class reads config.json as another."""
 
 
+def leads_out(name: str) -> bool:
+    """Whether a path that a stranger gave is none inside a folder."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name
+
+
 def lay_out(texts: dict[str, bytes], folder: Path, *, code: bool) -> None:
     """Write the checkpoint's small files under `folder`. Names come from a stranger: none may lead out of it, code is opt-in."""
     for name, content in texts.items():
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
+        if leads_out(name):
             continue
         if path.suffix in (".json", ".model", ".txt") or (code and path.suffix == ".py"):
             target = folder / path

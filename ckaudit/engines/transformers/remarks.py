@@ -10,6 +10,7 @@ from packaging.version import InvalidVersion, Version
 from ckaudit.engines import Job
 from ckaudit.engines.transformers.classes import raw_config
 from ckaudit.engines.transformers.tensors import dtype_name
+from ckaudit.header import FLOATS
 from ckaudit.plan import Mismatch, NameFate, Note
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _ranges(numbers: list[Any]) -> str:
 
 
 def _kind(dtype: str) -> str:
-    if dtype in ("F64", "F32", "F16", "BF16"):
+    if dtype in FLOATS:
         return "float"
     if dtype.startswith(("F8", "F6", "F4")):
         return "small float"

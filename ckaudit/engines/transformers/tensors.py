@@ -8,18 +8,9 @@ from typing import Any
 import torch
 
 from ckaudit.checkpoint import TensorSpec
+from ckaudit.header import TORCH_DTYPES
 
-# safetensors dtype -> torch dtype, as safetensors' own torch binding maps them (`safetensors/torch.py`, `_TYPES`).
-TORCH = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "BOOL": "bool", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
-}  # fmt: skip
-
-_NAMES = {getattr(torch, name): code for code, name in TORCH.items() if hasattr(torch, name)}
+_NAMES = {getattr(torch, name): code for code, name in TORCH_DTYPES.items() if hasattr(torch, name)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype that safetensors reads `name` as; None where it has none (six-bit floats, an unknown code)."""
-    return getattr(torch, TORCH.get(name or "", ""), None)
+    return getattr(torch, TORCH_DTYPES.get(name or "", ""), None)
 
 
 class Fed:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.transformers.tensors import torch_dtype
 from ckaudit.engines.vllm import platform, stubs
 from ckaudit.engines.vllm.coverage import Result
-from ckaudit.engines.vllm.files import Shards, dtype_of
+from ckaudit.engines.vllm.files import Shards
 from ckaudit.engines.vllm.onload import plainly
 from ckaudit.engines.vllm.packing import Declared, declared
 from ckaudit.engines.vllm.provenance import Provenance
@@ -75,7 +76,7 @@ def attempt(config: Any, tensors: Collection[TensorSpec], folder: Path, read: Ca
 
     def give(spec: TensorSpec) -> torch.Tensor:
         order.append(spec.name)
-        return observer.give(spec.name, spec.shape or (), dtype_of(spec.dtype))
+        return observer.give(spec.name, spec.shape or (), torch_dtype(spec.dtype))
 
     paths = {id(m): path for path, m in model.named_modules()}
     rules = RuleWatch(_mapper_class(), observer.name_of, lambda module: paths.get(id(module)))

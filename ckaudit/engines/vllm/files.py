@@ -7,31 +7,19 @@ A shard is a sparse file with a true header and no data, so the release's own ch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from ckaudit.checkpoint import TensorSpec
-from ckaudit.engines.transformers.classes import lay_out
-from ckaudit.header import DTYPE_BITS
+from ckaudit.engines.transformers.classes import lay_out, leads_out
+from ckaudit.header import DTYPE_BITS, TORCH_DTYPES
 
-TORCH_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
-    "U32": "uint32", "F32": "float32", "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F4": "float4_e2m1fn_x2",
-}  # fmt: skip
-"""safetensors dtype name to torch's, as `safetensors.torch` reads them; F6 types have none."""
-
-SAFETENSORS = {v: k for k, v in TORCH_DTYPES.items()}
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """The torch dtype of a safetensors dtype name; None where torch has none."""
-    found = getattr(torch, TORCH_DTYPES.get(name or "", "?"), None)
-    return found if isinstance(found, torch.dtype) else None
+SAFETENSORS = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
+"""torch's dtype name to safetensors'."""
 
 
 def write_folder(texts: dict[str, bytes], tensors: Collection[TensorSpec], folder: Path, *, code: bool) -> None:
@@ -41,10 +29,9 @@ def write_folder(texts: dict[str, bytes], tensors: Collection[TensorSpec], folde
     for tensor in tensors:
         shards.setdefault(tensor.shard, []).append(tensor)
     for name, held in shards.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
+        if leads_out(name):
             continue
-        target = folder / path
+        target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         _sparse(target, held)
 
@@ -53,10 +40,7 @@ def _sparse(path: Path, tensors: list[TensorSpec]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        count = 1
-        for n in tensor.shape or ():
-            count *= n
-        start, end = end, end + (count * DTYPE_BITS.get(tensor.dtype or "", 8) + 7) // 8
+        start, end = end, end + (prod(tensor.shape or ()) * DTYPE_BITS.get(tensor.dtype or "", 8) + 7) // 8
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
     data = msgspec.json.encode(header)
     data += b" " * (-len(data) % 8)

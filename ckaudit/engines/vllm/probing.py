@@ -14,8 +14,9 @@ import msgspec
 import torch
 
 from ckaudit.checkpoint import TensorSpec
+from ckaudit.engines.transformers.tensors import torch_dtype
 from ckaudit.engines.vllm.attempt import Attempt, Raised, build, default_dtype, ending, held
-from ckaudit.engines.vllm.files import SAFETENSORS, dtype_of
+from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.provenance import Provenance
 from ckaudit.naming import shape as family
 from ckaudit.plan import NameFate, Plan, Unjudged
@@ -163,7 +164,7 @@ class _Probe(NamedTuple):
         """How the loader refuses one tensor; None if it does not."""
         try:
             with default_dtype(self.dtype), torch.no_grad(), self.observer:
-                self.model.load_weights(iter([(name, self.observer.give(name, known.shape, dtype_of(known.dtype)))]))
+                self.model.load_weights(iter([(name, self.observer.give(name, known.shape, torch_dtype(known.dtype)))]))
         except Exception as error:  # noqa: BLE001  (a refusal is the answer)
             return ending(error, self.observer, self.paths, started=True, finished=False)
         return None
