@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ckaudit.changes import Diff
+from ckaudit.naming import natural_key
 from ckaudit.plan import Plan
 
 Severity = Literal["error", "warning", "note"]
@@ -48,6 +49,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     mend: str = ""
     """The smallest cure, as something to do; empty when there is none to give."""
     suppressed_by: str | None = None
+
+
+def finding(
+    check: Check, message: str, names: Iterable[str] = (), *, engine: str | None = None, severity: Severity | None = None,
+    blame: Blame = "checkpoint", count: int | None = None, bytes: int = 0, wanted: str = "", found: str = "", mend: str = "",
+) -> Finding:  # fmt: skip
+    """A finding of `check`, with its own severity unless another is given, and each of `names` once."""
+    listed = tuple(sorted(set(names), key=natural_key))
+    return Finding(
+        check=check.id, title=check.title, severity=severity or check.severity, blame=blame, engine=engine, names=listed,
+        count=len(listed) if count is None else count, bytes=bytes, wanted=wanted, found=found, message=message, mend=mend,
+    )  # fmt: skip
 
 
 class Skip(msgspec.Struct, frozen=True):

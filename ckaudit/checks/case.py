@@ -9,8 +9,9 @@ from math import prod
 
 from ckaudit.checks.facts import Facts
 from ckaudit.findings import Blame, Check, Finding, Severity
+from ckaudit.findings import finding as made
 from ckaudit.header import DTYPE_BITS
-from ckaudit.naming import natural_key, printable
+from ckaudit.naming import printable
 from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
 from ckaudit.renames import Inferred, infer_rename
 
@@ -150,25 +151,16 @@ class Case:
 
         `names` are tensors, `parameters` what the model lacks; a finding lists the tensors, and the parameters where there are none.
         """
-        tensors = sorted(set(names), key=natural_key)
-        lacking = sorted(set(parameters), key=natural_key)
+        tensors, lacking = set(names), set(parameters)
         elsewhere = self.loads_elsewhere(tensors) if blame is None else None
         if elsewhere is not None and not mend:
             mend = f"Use {elsewhere.id}, which loads {'them' if len(tensors or lacking) > 1 else 'it'}."
-        return Finding(
-            check=check.id,
-            title=check.title,
-            severity=severity or check.severity,
+        return made(
+            check, message, tensors or lacking, engine=self.plan.id, severity=severity,
             blame=blame or ("engine" if elsewhere else "checkpoint"),
-            engine=self.plan.id,
-            names=tuple(tensors or lacking),
-            count=len(tensors or lacking),
             bytes=self.facts.size(tensors) if tensors else sum(map(_bytes, self._parameters(lacking))),
-            wanted=wanted,
-            found=found,
-            message=message,
-            mend=mend,
-        )
+            wanted=wanted, found=found, mend=mend,
+        )  # fmt: skip
 
     def _parameters(self, names: Iterable[str]) -> Iterator[Parameter]:
         known = self._by_name
@@ -211,20 +203,10 @@ def on_files(
     blame: Blame = "checkpoint", wanted: str = "", found: str = "",
 ) -> Finding:  # fmt: skip
     """A finding that holds for the files themselves, whatever loads them."""
-    listed = tuple(sorted(set(names), key=natural_key))
-    return Finding(
-        check=check.id,
-        title=check.title,
-        severity=severity or check.severity,
-        blame=blame,
-        names=listed,
-        count=len(listed),
-        bytes=facts.size(listed),
-        wanted=wanted,
-        found=found,
-        message=message,
-        mend=mend,
-    )
+    listed = set(names)
+    return made(
+        check, message, listed, severity=severity, blame=blame, bytes=facts.size(listed), wanted=wanted, found=found, mend=mend
+    )  # fmt: skip
 
 
 def stack_of(name: str) -> str:

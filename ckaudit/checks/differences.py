@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckaudit.changes import Change, Diff, Kind
 from ckaudit.checks.case import many
-from ckaudit.findings import Check, Finding, Severity, Skip
-from ckaudit.naming import natural_key, printable
+from ckaudit.findings import Check, Finding, Severity, Skip, finding
+from ckaudit.naming import printable
 
 LOST = Check("CK801", "tensors lost", "error")
 ADDED = Check("CK802", "tensors added", "warning")
@@ -108,18 +108,9 @@ def _explained(change: Change) -> Finding:
 def _finding(
     change: Change, check: Check, names: tuple[str, ...], message: str, severity: Severity, mend: str
 ) -> Finding:
-    listed = tuple(sorted(set(names), key=natural_key))
-    return Finding(
-        check=check.id,
-        title=check.title,
-        severity=severity,
+    return finding(
+        check, message, names, severity=severity, mend=mend, wanted=change.wanted, found=change.found,
         engine=change.engines[0] if check is NO_PLACE and len(change.engines) == 1 else None,
         blame="undecidable" if change.undecidable else "checkpoint",
-        names=listed,
-        count=len(listed),
         bytes=change.old_bytes if check is LOST or not change.new else change.new_bytes,
-        wanted=change.wanted,
-        found=change.found,
-        message=message,
-        mend=mend,
-    )
+    )  # fmt: skip

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ckaudit.checks.observed import Observed, TensorStats, is_buffer, is_matrix
-from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.findings import Check, Finding, Severity, Skip, finding
 from ckaudit.header import FLOATS
-from ckaudit.naming import natural_key, printable
+from ckaudit.naming import printable
 
 NOT_FINITE = Check("CK501", "NaN or Inf in a tensor", "error")
 ALL_ZERO = Check("CK502", "all-zero weight matrix", "error")
@@ -71,21 +71,12 @@ def _finding(
     check: Check, seen: Observed, names: Iterable[str], message: str, mend: str, *,
     wanted: str = "", found: str = "", severity: Severity | None = None,
 ) -> Finding:  # fmt: skip
-    listed = tuple(sorted(set(names), key=natural_key))
-    sizes = {s.name: s.count for s in seen.stats}
-    return Finding(
-        check=check.id,
-        title=check.title,
-        severity=severity or check.severity,
-        blame="checkpoint",
+    listed = set(names)
+    elements = sum(s.count for s in seen.stats if s.name in listed)
+    return finding(
+        check, message, listed, severity=severity, mend=mend, wanted=wanted, found=found or f"{elements:,} elements",
         engine=seen.engine if check is NEVER_WRITTEN else None,
-        names=listed,
-        count=len(listed),
-        wanted=wanted,
-        found=found or f"{sum(sizes.get(n, 0) for n in listed):,} elements",
-        message=message,
-        mend=mend,
-    )
+    )  # fmt: skip
 
 
 def _not_finite(seen: Observed) -> list[Finding]:
@@ -112,25 +103,17 @@ def _flat(seen: Observed) -> list[Finding]:
     found = []
     matrices = [s for s in seen.stats if is_matrix(s)]
     zero = [s for s in matrices if s.all_zero]
-    for severity, group in (
+    kinds: tuple[tuple[Severity, list[TensorStats]], ...] = (
         ("error", [s for s in zero if not _ZERO_BY_DESIGN.search(s.name)]),
         ("note", [s for s in zero if _ZERO_BY_DESIGN.search(s.name)]),
-    ):
+    )
+    for severity, group in kinds:
         if group:
             message = f"{_tensors(group)} {'is' if len(group) == 1 else 'are'} zero in every element."
             if severity == "note":
                 message += " Such a weight starts at zero: it was never trained."
             mend = "Look at the step that wrote it: a merge, a resume or a sharded save that gathered nothing."
-            found.append(
-                _finding(
-                    ALL_ZERO,
-                    seen,
-                    (s.name for s in group),
-                    message,
-                    mend,
-                    severity="error" if severity == "error" else "note",
-                )
-            )
+            found.append(_finding(ALL_ZERO, seen, (s.name for s in group), message, mend, severity=severity))
     constant = [s for s in matrices if s.constant and not s.all_zero]
     if constant:
         message = f"{_tensors(constant)} hold{'s' if len(constant) == 1 else ''} one value in every element."

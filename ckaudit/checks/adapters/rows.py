@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ckaudit.adapters import Adapter, Unit
 from ckaudit.findings import Blame, Check, Finding, Severity
-from ckaudit.naming import natural_key
+from ckaudit.findings import finding as made
 
 NOTHING = Check("CK901", "adapter binds to nothing", "error")
 PARTLY = Check("CK902", "adapter binds in part", "error")
@@ -25,12 +25,11 @@ def finding(
     adapter: Adapter, check: Check, message: str, names: Iterable[str] = (), *, mend: str = "", engine: str | None = None,
     severity: Severity | None = None, blame: Blame = "checkpoint", wanted: str = "", found: str = "",
 ) -> Finding:  # fmt: skip
-    listed = tuple(sorted(set(names), key=natural_key))
-    tensors = adapter.checkpoint.tensors
-    return Finding(
-        check=check.id, title=check.title, severity=severity or check.severity, blame=blame, engine=engine, names=listed,
-        count=len(listed), bytes=sum(tensors[n].nbytes or 0 for n in listed if n in tensors), wanted=wanted, found=found,
-        message=message, mend=mend,
+    """A finding on the adapter's files, or of one engine."""
+    listed, tensors = set(names), adapter.checkpoint.tensors
+    return made(
+        check, message, listed, engine=engine, severity=severity, blame=blame,
+        bytes=sum(tensors[n].nbytes or 0 for n in listed if n in tensors), wanted=wanted, found=found, mend=mend,
     )  # fmt: skip
 
 

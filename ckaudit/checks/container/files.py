@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckaudit.checkpoint import Checkpoint, Shard
-from ckaudit.checks.container.whole import finding
-from ckaudit.findings import Check, Finding, Skip
+from ckaudit.findings import Check, Finding, Skip, finding
 from ckaudit.header import Defect
 
 NOT_SAFETENSORS = Check("CK101", "not a safetensors file", "error")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from ckaudit.checkpoint import components
 from ckaudit.checkpoint.layout import doubles, loaded_by_name, other_weights, sequences
-from ckaudit.checks.container.whole import Whole, finding, what
-from ckaudit.findings import Check, Finding
+from ckaudit.checks.container.whole import Whole, what
+from ckaudit.findings import Check, Finding, finding
 from ckaudit.naming import natural_key
 
 STRAY = Check("CK130", "safetensors file outside the checkpoint", "warning")

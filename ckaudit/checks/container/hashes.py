@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckaudit.checkpoint import Checkpoint
-from ckaudit.checks.container.whole import finding
-from ckaudit.findings import Check, Finding, Skip
+from ckaudit.findings import Check, Finding, Skip, finding
 from ckaudit.naming import printable
 from ckaudit.source import Unreadable
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckaudit.checkpoint.layout import sequences
-from ckaudit.checks.container.whole import Whole, finding, what
-from ckaudit.findings import Check, Finding, Severity, Skip
+from ckaudit.checks.container.whole import Whole, what
+from ckaudit.findings import Check, Finding, Severity, Skip, finding
 from ckaudit.naming import natural_key
 
 INDEX_TEXT = Check("CK120", "index is not JSON", "error")

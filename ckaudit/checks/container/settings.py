@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckaudit.checkpoint import Checkpoint
-from ckaudit.checks.container.whole import finding
-from ckaudit.findings import Check, Finding
+from ckaudit.findings import Check, Finding, finding
 from ckaudit.naming import printable
 
 SETTINGS = Check("CK117", "settings file that stops the loader", "error")

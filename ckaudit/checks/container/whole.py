@@ -6,40 +6,8 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ckaudit.checkpoint import Checkpoint, Shard
-from ckaudit.findings import Blame, Check, Finding, Severity
 from ckaudit.header import Header, TensorInfo
 from ckaudit.index import Index
-from ckaudit.naming import natural_key
-
-
-def finding(
-    check: Check,
-    message: str,
-    names: Iterable[str],
-    *,
-    severity: Severity | None = None,
-    blame: Blame = "checkpoint",
-    count: int | None = None,
-    bytes: int = 0,
-    wanted: str = "",
-    found: str = "",
-    mend: str = "",
-) -> Finding:
-    """A finding of `check` about the files themselves, with the check's own severity unless another is given."""
-    listed = tuple(sorted(set(names), key=natural_key))
-    return Finding(
-        check=check.id,
-        title=check.title,
-        severity=severity or check.severity,
-        blame=blame,
-        names=listed,
-        count=len(listed) if count is None else count,
-        bytes=bytes,
-        wanted=wanted,
-        found=found,
-        message=message,
-        mend=mend,
-    )
 
 
 def what(info: TensorInfo) -> str:
