@@ -358,15 +358,17 @@ def tokenizer(**tokens: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", extra_special_tokens=special)
 
 
-def llava_with_processor(folder: Path, patch_size: int = 8) -> Path:
+IN_PARTS = (
+    "{% for m in messages %}{% for c in m['content'] %}"
+    "{{ '<image> ' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+def llava_with_processor(folder: Path, patch_size: int = 8, template: str = IN_PARTS) -> Path:
     """A tiny LLaVA and its processor, which puts as many placeholders as patches of this size fill an image of 32 x 32."""
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     tiny_models.save("llava", folder)
-    template = (
-        "{% for m in messages %}{% for c in m['content'] %}"
-        "{{ '<image> ' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"
-    )
     pictures = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     LlavaProcessor(
         pictures, tokenizer(image=300), patch_size=patch_size, vision_feature_select_strategy="default",
@@ -405,6 +407,24 @@ def test_a_processor_that_does_not_fit_the_model_is_found_though_the_config_make
     (found,) = result.findings
     assert (found.check, found.blame) == ("CK602", "config")
     assert "image input from the repo's processor: " in found.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}",  # of a model of text: raises on parts
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}",  # the same, and it prints Python's list
+        "{% for m in messages %}{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_chat_template_without_a_place_for_pictures(template: str, tmp_path: Path) -> None:
+    """The picture is tried all the same, behind the placeholder that its user would have to write."""
+    result = run(llava_with_processor(tmp_path, template=template), values=False)
+    assert result.forward is not None
+    ran = {r["kind"]: (r["status"], r["inputs_from"], r["reason"]) for r in result.forward["runs"]}
+    assert ran == {"text": ("ran", "processor", None), "image": ("ran", "processor", None)}
+    assert [(f.check, f.severity, f.blame) for f in result.findings] == [("CK605", "warning", "config")]
+    assert "chat template has no place for image input" in result.findings[0].message
 
 
 def test_frames_are_not_to_be_sampled_from_a_video_that_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

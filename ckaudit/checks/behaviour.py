@@ -62,6 +62,7 @@ def run(
         if one["status"] == "not_run":
             reason = f"{one['kind']} input: {printable(one['reason'] or '')}"
             skips += [Skip(c.id, reason, engine) for c in (FORWARD_RAISES, NOT_FINITE)]
+    findings += [_left_out(kind, engine) for kind in forward.get("left_out_by_template", ())]
     compared = forward.get("expect")
     if compared is not None:
         findings += [_differs(c, engine) for c in compared["runs"] if not c["matched"]]
@@ -191,6 +192,12 @@ def _judge_output(one: Mapping[str, Any], engine: str, weights: Blame) -> list[F
         mend = "A weight on the way is zero or constant (CK502, CK503), or a scale in the config is zero."
         return [_finding(NO_EFFECT, engine, message, mend, blame=weights)]
     return []
+
+
+def _left_out(kind: str, engine: str) -> Finding:
+    message = f"The repo's chat template has no place for {kind} input: a chat that sends one is answered from its text alone, or refused."
+    mend = f"Write the placeholder of {kind} input for parts of type {kind} in chat_template.jinja."
+    return _finding(NO_EFFECT, engine, message, mend, blame="config", severity="warning")
 
 
 def _differs(compared: Mapping[str, Any], engine: str) -> Finding:

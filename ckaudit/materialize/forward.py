@@ -37,6 +37,7 @@ def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]],
         "seed": options.seed,
         "tokens": max(options.tokens, 64),
         "runs": [],
+        "left_out_by_template": [],
         "expect": None,
     }
     kinds = [k for k in recipes.kinds() if not options.modalities or k in options.modalities]
@@ -44,6 +45,10 @@ def run(model: Any, job: LoadJob, watch: Watch, told: Callable[[dict[str, Any]],
         with watch.stage(f"forward {kind}"):
             section["runs"].append(_one(model, job, kind, recipes))
         told(section)
+    if processed.has_processor(job.folder):
+        section["left_out_by_template"] = processed.left_out(
+            job.folder, kinds, trust_remote_code=options.trust_remote_code
+        )
     for kind in options.modalities:
         if kind not in kinds:
             section["runs"].append(_not_run(kind, "the model takes no such input"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,8 @@ def make(
     `marks`: whether a placeholder in the text stands for pixels or sound. `frames`: how many pictures a model of videos that calls them
     pixel values takes at once. Raises whatever the processor raises when it cannot.
     """
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    processor = _processor(folder, trust_remote_code)
     random = np.random.default_rng(seed)
-    parts: list[dict[str, Any]] = []
     media: dict[str, Any] = {}
     if kind == "image":
         media["images"] = [random.integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8) for _ in range(frames or 1)]
@@ -60,13 +58,11 @@ def make(
         media["do_sample_frames"] = False  # these frames are all there is: nobody could say of how many seconds
     elif kind == "audio":
         media["audio"] = [random.standard_normal(_RATE).astype(np.float32)]
-    if kind != "text":
-        parts.append({"type": kind})
     if not _reads(processor):
         return dict(processor(*media.values(), return_tensors="pt"))
     best: dict[str, Any] | None = None
     for text in _texts(room):
-        prompt = _prompt(processor, [*parts, {"type": "text", "text": text}], kind, text, marks=marks)
+        prompt = _prompt(processor, kind, text, marks=marks)
         inputs = dict(processor(text=prompt, **media, return_tensors="pt"))
         inputs.pop("labels", None)  # text beside sound is what it should be written down as: no input
         if "input_ids" not in inputs:
@@ -78,6 +74,58 @@ def make(
             return inputs
         best = inputs
     raise ValueError(f"the tokenizer makes fewer than {length} tokens of {len(text)} characters")
+
+
+def left_out(folder: str, kinds: Sequence[str], *, trust_remote_code: bool) -> list[str]:
+    """Those of the kinds of input that the repo's chat template has no place for: a chat that sends one loses it.
+
+    None where there is no template, or no processor that can be made of the repo's files.
+    """
+    try:
+        processor = _processor(folder, trust_remote_code)
+    except Exception:  # noqa: BLE001  (whatever it raises is told where an input was to be made)
+        return []
+    if not getattr(processor, "chat_template", None) or not _reads(processor):
+        return []
+    return [kind for kind in kinds if kind != "text" and _is_left_out(processor, kind)]
+
+
+def _is_left_out(processor: Any, kind: str) -> bool:
+    """Whether the template gives the same without the part, or can do nothing with one although it can with text."""
+    plain, part = _of_text(processor, "x"), {"type": kind}
+    if plain is None:
+        return False
+    whole = _written(processor, [part, {"type": "text", "text": "x"}])
+    return whole is None or whole == plain or repr(part) in whole
+
+
+def _of_text(processor: Any, text: str) -> str | None:
+    """The template's form of a message of text alone, in parts or plain, whichever it is made for; None where it can do neither."""
+    for content in ([{"type": "text", "text": text}], text):
+        written = _written(processor, content)
+        if written is not None and (isinstance(content, str) or repr(content) not in written):
+            return written
+    return None
+
+
+def _written(processor: Any, content: str | list[dict[str, Any]]) -> str | None:
+    """What the template makes of a message; None where it raises."""
+    try:
+        return _apply(processor, content)
+    except Exception:  # noqa: BLE001  (a template raises whatever its author, Jinja or Python does)
+        return None
+
+
+def _apply(processor: Any, content: str | list[dict[str, Any]]) -> str:
+    conversation = [{"role": "user", "content": content}]
+    return str(processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+
+
+@lru_cache(maxsize=1)
+def _processor(folder: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def _texts(room: int | None) -> Iterator[str]:
@@ -95,23 +143,18 @@ def _reads(processor: Any) -> bool:
     return not isinstance(processor, FeatureExtractionMixin | ImageProcessingMixin)
 
 
-def _prompt(processor: Any, content: list[dict[str, Any]], kind: str, text: str, *, marks: bool) -> str:
-    if getattr(processor, "chat_template", None):
-        conversation: list[dict[str, Any]] = [
-            {"role": "user", "content": content if kind != "text" or _takes_parts(processor) else text}
-        ]
-        prompt = processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        return str(prompt)
+def _prompt(processor: Any, kind: str, text: str, *, marks: bool) -> str:
+    """The text that goes with the input, as a chat template makes it; one without a place for it gets the placeholder with the text."""
+    template = bool(getattr(processor, "chat_template", None))
     if kind == "text":
-        return text
+        return text if not template else _of_text(processor, text) or _apply(processor, text)
+    if template and not _is_left_out(processor, kind):
+        return _apply(processor, [{"type": kind}, {"type": "text", "text": text}])
     placeholder = getattr(processor, f"{kind}_token", None)
-    if not isinstance(placeholder, str):
-        if not marks:  # a pair of encoders: each reads its own
-            return text
-        raise ValueError(f"no chat template, and no placeholder for {kind} input")
-    return placeholder + text
-
-
-def _takes_parts(processor: Any) -> bool:
-    """Whether its template is a processor's, made for content in parts; a tokenizer's wants plain text."""
-    return hasattr(processor, "tokenizer")
+    if isinstance(placeholder, str):
+        return _prompt(processor, "text", placeholder + text, marks=marks)
+    if not marks:  # a pair of encoders: each reads its own
+        return text
+    raise ValueError(
+        f"no {'place in the chat template' if template else 'chat template'}, and no placeholder for {kind} input"
+    )
