@@ -128,13 +128,14 @@ class TestUndecidable:
 
     def test_more_scale_rows_than_blocks_betray_interleaved_ranks(self) -> None:
         # 3392 rows for each of 8 ranks: 27 blocks of 128 a rank make 216 rows of scales, a plain layout 212
-        config = CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
         for scales, expected in ((216, [("CK306", "warning", "undecidable", 1)]), (212, [])):
             tensors = {
                 "l.0.qkv_proj.weight": ("F8_E4M3", [27136, 128]),
                 "l.0.qkv_proj.weight_scale_inv": ("F32", [scales, 1]),
             }
-            assert told(checkpoint(tensors, config)) == expected
+            assert told(checkpoint(tensors, CONFIG | quantised)) == expected
+            assert told(checkpoint(tensors, CONFIG | {"text_config": quantised})) == expected
 
     def test_a_layout_that_only_the_config_hints_at(self) -> None:
         tensors = {"l.0.qkv_proj.weight": ("BF16", [12, 4])}

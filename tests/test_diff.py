@@ -369,6 +369,18 @@ def test_schemes(scheme: str) -> None:
     assert scheme in change.text or scheme == "int8"
 
 
+def test_companions_whose_weight_is_not_there() -> None:
+    """`weight.absmax` is no weight, though its name begins like one."""
+    made: Made = {n: (d, list(s)) for n, (d, s) in decoder().items()}
+    for name in [n for n in made if "_proj" in n]:
+        leaves = QUANTISERS["bitsandbytes 4-bit"](made.pop(name)[1])
+        made |= {name.removesuffix("weight") + leaf: e for leaf, e in leaves.items()}
+    del made["model.layers.1.mlp.up_proj.weight"]
+    found = report(decoder(), made).findings
+    assert [(f.check, f.names) for f in found] == [("CK801", ("model.layers.1.mlp.up_proj.weight",))]
+    assert "without `weight`" in found[0].message
+
+
 class TestDtypes:
     def test_a_cast(self) -> None:
         change = only(diff(decoder(), retyped(decoder(), "F32")))
@@ -538,12 +550,14 @@ class TestOneSided:
         tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": ("F32", [8]) for i in range(LAYERS)}
         assert only(diff(decoder() | tables, decoder())).rule == "buffer"
         assert only(diff(decoder(), decoder() | tables)).rule == "buffer"
-        mask = {f"model.layers.{i}.attn.bias": ("BOOL", [1, 1, 32, 32]) for i in range(LAYERS)}
-        assert only(diff(decoder() | mask, decoder())).rule == "buffer"
+        for module in ("attn", "attn.attention"):  # GPT-2, GPT-Neo
+            mask = {f"model.layers.{i}.{module}.bias": ("BOOL", [1, 1, 32, 32]) for i in range(LAYERS)}
+            assert only(diff(decoder() | mask, decoder())).rule == "buffer"
 
     def test_a_bias_is_no_table(self) -> None:
-        biases = {f"model.layers.{i}.attn.bias": ("BF16", [16]) for i in range(LAYERS)}
-        assert only(diff(decoder() | biases, decoder())).rule is None
+        for size in ([16], [1, 1, 1, 1]):
+            biases = {f"model.layers.{i}.attn.bias": ("BF16", size) for i in range(LAYERS)}
+            assert only(diff(decoder() | biases, decoder())).rule is None
 
     def test_an_adapter_gone(self) -> None:
         source = renamed(decoder(), r"q_proj\.", "q_proj.base_layer.")

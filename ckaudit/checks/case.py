@@ -11,7 +11,7 @@ from ckaudit.checks.facts import Facts
 from ckaudit.findings import Blame, Check, Finding, Severity
 from ckaudit.findings import finding as made
 from ckaudit.header import DTYPE_BITS
-from ckaudit.naming import printable
+from ckaudit.naming import fold, printable
 from ckaudit.plan import Failure, Mismatch, NameFate, Parameter, Plan
 from ckaudit.renames import Inferred, infer_rename
 
@@ -227,6 +227,13 @@ def by_stack(names: Iterable[str]) -> dict[str, list[str]]:
 def many(count: int, word: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`names` for a sentence: folded, the first three kinds, and how many more there are."""
+    lines = fold(names)
+    more = f" and {len(lines) - 3} more kinds" if len(lines) > 3 else ""
+    return ", ".join(f"`{line}`" for line in lines[:3]) + more
 
 
 def under(stack: str) -> str:

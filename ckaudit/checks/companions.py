@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckaudit.checks.case import Case, many, on_files
+from ckaudit.checks.case import Case, listed, many, on_files
 from ckaudit.checks.facts import Facts, joined, split
 from ckaudit.checks.homes import Homes, by_owner
 from ckaudit.checks.quantisation import declared, elsewhere, ignored_by
 from ckaudit.checks.quantisers import BASES, SCHEMES, TAIL, Scheme, certain, has, may_be_quantised, recognised
 from ckaudit.findings import Check, Finding
-from ckaudit.naming import fold, printable
+from ckaudit.naming import printable
 
 COMPANION = Check("CK304", "quantised weight without its companion", "error")
 SCHEME = Check("CK305", "quantisation on disk against the config", "error")
@@ -228,10 +228,3 @@ def _same_modules(case: Case, names: Iterable[str]) -> list[str]:
                 head, experts, _ = known.partition(".experts.")
                 modules |= {split(known)[0], f"{head}.experts"} if experts else {split(known)[0]}
     return [g for g in case.gaps if split(g)[0] in modules or g.rpartition(".")[0] in modules]
-
-
-def listed(names: Iterable[str]) -> str:
-    lines = fold(names)
-    return ", ".join(f"`{line}`" for line in lines[:3]) + (
-        f" and {len(lines) - 3} more kinds" if len(lines) > 3 else ""
-    )

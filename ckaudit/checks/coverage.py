@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.companions import listed
+from ckaudit.checks.case import Case, listed, many, on_files
 from ckaudit.checks.facts import Facts, shape, split
 from ckaudit.checks.homes import Homes, by_owner
 from ckaudit.checks.quantisation import IGNORE_LIST, JOINED, declared, ignored_by, misnamed, targeted

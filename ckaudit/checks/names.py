@@ -6,11 +6,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckaudit.checks.case import Case, by_stack, many, under
+from ckaudit.checks.case import Case, by_stack, listed, many, under
 from ckaudit.checks.facts import shape, split
 from ckaudit.checks.quantisers import TAIL
 from ckaudit.findings import Check, Finding
-from ckaudit.naming import Nearest, fold, printable
+from ckaudit.naming import Nearest, printable
 from ckaudit.plan import Failure
 
 UNMATCHED = Check("CK203", "tensor without a parameter", "error")
@@ -60,7 +60,8 @@ def _place(name: str) -> tuple[str, ...]:
 def harmless(case: Case) -> Iterator[Finding]:
     """Takes stored tables that every engine computes by itself: a note, since nothing is lost."""
     known = set(case.facts.matching(HARMLESS))
-    extra = [n for n in case.strays if n in known or _causal_mask(case, n)]
+    tensors = case.facts.checkpoint.tensors
+    extra = [n for n in case.strays if n in known or (n in tensors and is_causal_mask(n, tensors[n].shape))]
     absent = [g for g in case.gaps if g.endswith(_ENDS) and HARMLESS.search(g)]
     if extra:
         yield case.finding(
@@ -71,11 +72,10 @@ def harmless(case: Case) -> Iterator[Finding]:
     case.take(extra, absent)
 
 
-def _causal_mask(case: Case, name: str) -> bool:
-    """GPT-2 and its kin stored the causal mask, a [1, 1, N, N] table, as `attn.bias`."""
-    tensor = case.facts.checkpoint.tensors.get(name)
-    shape = tensor.shape if tensor is not None and name.endswith(".bias") else None
-    return shape is not None and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+def is_causal_mask(name: str, shape: tuple[int, ...] | None) -> bool:
+    """Whether a tensor is a causal mask, a [1, 1, N, N] table: GPT-2 and its kin stored one as `attn.bias`, GPT-Neo as `attention.bias`."""
+    table = shape is not None and name.endswith(".bias") and len(shape) == 4 and shape[:2] == (1, 1)
+    return shape is not None and table and shape[2] == shape[3] > 1
 
 
 def collisions(case: Case) -> Iterator[Finding]:
@@ -129,7 +129,7 @@ def silent(case: Case) -> Iterator[Finding]:
             beside = _quantised_biases(case, names)
             yield case.finding(
                 SILENT,
-                f"{many(len(names), 'tensor')}{under(stack)} {'is' if len(names) == 1 else 'are'} {fate} {how}: {_listed(names)}.",
+                f"{many(len(names), 'tensor')}{under(stack)} {'is' if len(names) == 1 else 'are'} {fate} {how}: {listed(names)}.",
                 names=names,
                 severity="warning" if len(beside) == len(names) else "error",
                 blame="engine" if fate == "dropped" else None,
@@ -170,7 +170,7 @@ def likely_renames(case: Case) -> Iterator[Finding]:
         yield case.finding(
             UNMATCHED,
             f"{many(len(names), 'tensor')}{under(stack)} without a parameter, and as many parameters like them without a tensor: "
-            f"{_listed(names)}.",
+            f"{listed(names)}.",
             names=names, mend=_cure(case, names) or f"Rename `{printable(example)}` to `{printable(pairs[example])}`"
             + (" and the others alike." if len(names) > 1 else "."),
             wanted=printable(pairs[example]), found=printable(example),
@@ -199,7 +199,7 @@ def unmatched(case: Case) -> Iterator[Finding]:
         near = finder.find(fate.into or fate.name)
         asked = f", looked up as `{printable(fate.into)}`" if fate.into and fate.into != fate.name else ""
         yield case.finding(
-            UNMATCHED, f"{many(len(group), 'tensor')}{under(stack)} without a parameter: {_listed(group)}{asked}.", names=group,
+            UNMATCHED, f"{many(len(group), 'tensor')}{under(stack)} without a parameter: {listed(group)}{asked}.", names=group,
             blame="engine" if all(_by_its_rule(case, n, built) for n in group) else None,
             mend=_cure(case, group) or "Take them out, or name the class that has them in `architectures`.",
             wanted=f"nearest: {printable(near)}" if near else "no such parameter", found=printable(fate.into or fate.name),
@@ -224,7 +224,7 @@ def missing(case: Case) -> Iterator[Finding]:
     for stack, group in by_stack(lacking).items():
         elsewhere = case.loads_elsewhere(())
         yield case.finding(
-            MISSING, f"{many(len(group), 'parameter')}{under(stack)} not in any tensor, so left as initialised: {_listed(group)}.",
+            MISSING, f"{many(len(group), 'parameter')}{under(stack)} not in any tensor, so left as initialised: {listed(group)}.",
             parameters=group, blame="engine" if elsewhere else "checkpoint",
             mend=f"Use {elsewhere.id}, which loads the checkpoint whole." if elsewhere else "Take them from the source of this checkpoint.",
             wanted=printable(group[0]), found="nothing stored",
@@ -274,7 +274,7 @@ def claims(case: Case) -> Iterator[Finding]:
     """What the loader says of itself and observation denies."""
     for note in case.plan.notes:
         if says := _CLAIMS.get(note.kind):
-            message = says.format(count=many(len(note.names), "parameter"), names=_listed(note.names))
+            message = says.format(count=many(len(note.names), "parameter"), names=listed(note.names))
             yield case.finding(CLAIM, message, parameters=note.names, blame="engine")
 
 
@@ -306,7 +306,7 @@ def raises(case: Case) -> Iterator[Finding]:
     if case.not_reached and case.plan.error is None:
         names = set(case.not_reached)
         yield case.finding(
-            SILENT, f"{many(len(names), 'tensor')} never asked for by the loader: {_listed(names)}.", names=names
+            SILENT, f"{many(len(names), 'tensor')} never asked for by the loader: {listed(names)}.", names=names
         )
     case.take(case.not_reached)
 
@@ -323,9 +323,3 @@ def _explained(case: Case, failure: Failure) -> bool:
 def _cure(case: Case, names: Iterable[str]) -> str:
     elsewhere = case.loads_elsewhere(names)
     return f"Use {elsewhere.id}, which loads them." if elsewhere else ""
-
-
-def _listed(names: Iterable[str], most: int = 3) -> str:
-    lines = fold(names)
-    more = f" and {len(lines) - most} more kinds" if len(lines) > most else ""
-    return ", ".join(f"`{line}`" for line in lines[:most]) + more

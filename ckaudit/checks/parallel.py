@@ -9,7 +9,7 @@ from typing import Any
 
 from ckaudit.checks.case import Case, many, on_files
 from ckaudit.checks.facts import Facts
-from ckaudit.checks.quantisation import declared
+from ckaudit.checks.quantisation import declared, weight_block
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import fold, printable
 
@@ -63,7 +63,7 @@ def _fits(length: int, unit: int, ranks: int) -> bool:
 def _parts(facts: Facts) -> Iterator[tuple[str, str, int, int]]:
     """(module, what is split, its length, the size of a group) of every quantised matrix that a group or block can be cut in."""
     tensors = facts.checkpoint.tensors
-    block = _block(facts)
+    block = weight_block(facts)
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         size = tensor.shape
@@ -111,13 +111,6 @@ def _weight_bits(config: dict[str, object]) -> int:
         if isinstance(weights, dict) and isinstance(bits := weights.get("num_bits"), int) and bits > 0:
             return bits
     return 4
-
-
-def _block(facts: Facts) -> tuple[int, int] | None:
-    """Outputs and inputs of one block of FP8; None where the config has no blocks."""
-    block = declared(facts).get("weight_block_size")
-    fits = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-    return (block[0], block[1]) if isinstance(block, list) and fits else None
 
 
 def refused(case: Case) -> Iterator[Finding]:

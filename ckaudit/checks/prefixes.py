@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, many, on_files
-from ckaudit.checks.facts import ADAPTER, Facts
+from ckaudit.checks.facts import ADAPTER, Facts, shape
 from ckaudit.findings import Check, Finding
 from ckaudit.naming import printable
 from ckaudit.renames import Inferred, Rename
@@ -179,7 +179,7 @@ def repeated(facts: Facts) -> Iterator[Finding]:
     for name in _repeating(facts):
         run = repeat(name)
         if run is not None and (run[1] > 2 or any(s.isdecimal() for s in run[0]) or name.endswith(_LEAVES)):
-            groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(name)
+            groups[shape(".".join(run[0]))].append(name)
     for run_text, names in groups.items():
         if len(names) > 1:
             yield on_files(
@@ -198,7 +198,7 @@ def repeated_here(case: Case) -> Iterator[Finding]:
         run = repeat(known) or repeat(name)
         right = _once(known) if repeat(known) else _once(name)
         if run is not None and right in lacking:
-            groups[".".join("#" if s.isdecimal() else s for s in run[0])][name] = right
+            groups[shape(".".join(run[0]))][name] = right
     for run_text, found in groups.items():
         names = list(found)
         if len(names) > 1 and any(s == "#" for s in run_text.split(".")):  # others are a wrong prefix like any
@@ -253,7 +253,7 @@ def accepted(case: Case) -> Iterator[Finding]:
         ):
             run = repeat(fate.name)
             if run is not None:
-                groups[".".join("#" if s.isdecimal() else s for s in run[0])].append(fate.name)
+                groups[shape(".".join(run[0]))].append(fate.name)
     told = {n for f in case.on_files if f.check == REPEATED.id for n in f.names}
     for text, names in groups.items():
         if not told.issuperset(names):

@@ -161,6 +161,13 @@ def weights_of(config: dict[str, Any], module: str) -> dict[str, Any]:
     return {}
 
 
+def weight_block(facts: Facts) -> tuple[int, int] | None:
+    """Outputs and inputs of one block of FP8; None where the config has no blocks."""
+    block = declared(facts).get("weight_block_size")
+    fits = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    return (block[0], block[1]) if isinstance(block, list) and fits else None
+
+
 _BY_MODULE = ("extra_config", "modules_in_block_to_quantize", "layer_quant_config", "quantized_layers")
 """Keys that say module by module what is quantised, in ways of their own. Facts: GPTQModel, AutoRound, Quark and ModelOpt configs."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ckaudit.checks.case import Case, by_stack, many, on_files, under
 from ckaudit.checks.facts import Facts
+from ckaudit.checks.quantisation import weight_block
 from ckaudit.checks.sizes import SHAPE
 from ckaudit.findings import Check, Finding
 from ckaudit.header import DTYPE_BITS, FLOATS
@@ -103,7 +104,7 @@ _MEGATRON = re.compile(r"(^|\.)decoder\.layers\.#\.(self_attention\.linear_qkv|m
 
 def fused_rows(facts: Facts) -> Iterator[Finding]:
     """Fused query, key and value rows in an order that only the config hints at; block scales betray rows interleaved by rank."""
-    block = _block(facts)
+    block = weight_block(facts)
     hinted = "attention_projection_layout" in facts.config
     plain, interleaved = [], []
     for tensor in map(facts.checkpoint.tensors.__getitem__, facts.matching(_QKV)):
@@ -111,7 +112,7 @@ def fused_rows(facts: Facts) -> Iterator[Finding]:
             continue
         scale = facts.checkpoint.tensors.get(f"{tensor.name}_scale_inv")
         if block and scale is not None and scale.shape is not None and len(scale.shape) == 2:
-            if scale.shape[0] != -(-tensor.shape[0] // block):
+            if scale.shape[0] != -(-tensor.shape[0] // block[0]):
                 interleaved.append(tensor.name)
         elif hinted:
             plain.append(tensor.name)
@@ -156,12 +157,6 @@ def global_scales(facts: Facts) -> Iterator[Finding]:
         [n for names in found.values() for n in names], blame="undecidable", severity="warning" if len(found) > 1 else "note",
         mend="Run `ckaudit load` after a conversion between the two: a scale of the wrong sense gives garbage.",
     )  # fmt: skip
-
-
-def _block(facts: Facts) -> int | None:
-    quantisation = facts.config.get("quantization_config")
-    block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
-    return block[0] if isinstance(block, list) and block and isinstance(block[0], int) and block[0] > 0 else None
 
 
 def unchecked(case: Case) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import msgspec
 from ckaudit.changes import Rule
 from ckaudit.checks.facts import DRAFT, DRAFT_KEYS, EXPERT_KEYS, LAYER_KEYS, Facts
 from ckaudit.checks.layout import numbers
-from ckaudit.checks.names import HARMLESS
+from ckaudit.checks.names import HARMLESS, is_causal_mask
 from ckaudit.checks.ties import flags
 from ckaudit.diff.renumber import renumbered
 from ckaudit.diff.units import Unit
@@ -61,21 +61,9 @@ def one_sided(loose: Mapping[str, Unit], here: Facts, there: Facts, *, removed: 
 
 
 def _buffers(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:  # noqa: ARG001
-    hit = tuple(u for n, u in left.items() if HARMLESS.search(n) or _causal_mask(u))
+    hit = tuple(u for n, u in left.items() if HARMLESS.search(n) or is_causal_mask(n, u.shape))
     if hit:
         yield Reason("buffer", "tables that every loader computes by itself", hit)
-
-
-def _causal_mask(unit: Unit) -> bool:
-    """GPT-2 and its kin stored the causal mask, a [1, 1, N, N] table, as `attn.bias`."""
-    shape = unit.shape
-    return (
-        unit.name.endswith("attn.bias")
-        and shape is not None
-        and len(shape) == 4
-        and shape[:2] == (1, 1)
-        and shape[2] == shape[3]
-    )
 
 
 def _tied(left: Mapping[str, Unit], here: Facts, there: Facts) -> Iterator[Reason]:  # noqa: ARG001

@@ -9,7 +9,7 @@ import msgspec
 
 from ckaudit.checkpoint import Checkpoint, TensorSpec
 from ckaudit.checks.facts import Facts, split
-from ckaudit.checks.quantisers import recognised
+from ckaudit.checks.quantisers import has, recognised
 from ckaudit.header import DTYPE_BITS
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -43,7 +43,7 @@ def quantised(facts: Facts) -> dict[str, Unit]:
     schemes: dict[str, tuple[str, str | None]] = {}
     for scheme, kinds in recognised(facts).items():
         for leaves, modules in kinds.items():
-            lacks = next((need[0].rstrip("*") for need in scheme.needs if not any(_has(leaves, n) for n in need)), None)
+            lacks = next((need[0].rstrip("*") for need in scheme.needs if not any(has(leaves, n) for n in need)), None)
             schemes |= dict.fromkeys(modules, (scheme.name, lacks))
     members: dict[str, list[str]] = {}
     for name in tensors if schemes else ():
@@ -72,12 +72,6 @@ def _fused(tensors: Mapping[str, TensorSpec]) -> Iterator[Unit]:
             scales = [tensors[name + s] for s in _SCALES if name + s in tensors]
             if scales:
                 yield _unit(name, [tensor, *scales], "FP8" if tensor.dtype != "I8" else "int8")
-
-
-def _has(leaves: frozenset[str], need: str) -> bool:
-    """Whether a module has the leaf `need`, or one that begins so where that ends in `*`; a leaf may carry its dtype behind a colon."""
-    plain_leaves = (leaf.partition(":")[0] for leaf in leaves)
-    return any(leaf.startswith(need[:-1]) if need.endswith("*") else leaf == need for leaf in plain_leaves)
 
 
 def _unit(module: str, tensors: list[TensorSpec], scheme: str, lacks: str | None = None) -> Unit:
