@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckaudit.findings import Finding, Report, Skip, Target
-from ckaudit.plan import NameFate, Parameter, Plan, RuleHit, Step
+from ckaudit.plan import NameFate, Note, Parameter, Plan, RuleHit, Step
 
 HOSTILE = "a\x1b[31m\n\u202e[red]b[/red]\\x"
 """A name that would colour, break, reverse and mark up a careless output."""
@@ -49,6 +49,7 @@ def cascade(**change: Any) -> Plan:
             Parameter(name="qkv_proj.weight", coverage="partial", share=1 / 3, sources=("k_proj.weight",)),
             Parameter(name="norm.weight", coverage="none", by_design="computed"),
         ),
+        "notes": (Note("tied-twice", "both are stored; the later one wins", ("norm.weight",)),),
         "rules": (RuleHit("stacked", "q_proj", "qkv_proj", "attn", 1), RuleHit("stacked", ".z", "y", "attn", 0)),
     }  # fmt: skip
     return Plan(**facts | change)
@@ -89,7 +90,8 @@ def hostile() -> Report:
     plan = Plan(
         id="transformers", engine="transformers", release=HOSTILE, method="live", error=HOSTILE, architecture=HOSTILE, names=(fate,),
         parameters=(Parameter(name=HOSTILE, coverage="none", by_design=HOSTILE),), environment={HOSTILE: HOSTILE},
-        rules=(RuleHit(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, HOSTILE),), options={HOSTILE: HOSTILE},
+        notes=(Note(HOSTILE, HOSTILE, (HOSTILE,)),), rules=(RuleHit(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, HOSTILE),),
+        options={HOSTILE: HOSTILE},
     )  # fmt: skip
     return report(
         target=target(

@@ -163,6 +163,7 @@ class TestTerminal:
     def test_verbose_shows_what_is_left_by_design_rules_and_versions(self) -> None:
         out = terminal.render(report(), verbose=True)
         assert re.search(r"1 tensor +computed +norm\.weight", out)
+        assert re.search(r"tied-twice +both are stored; the later one wins +norm\.weight", out)
         assert re.search(r"0 +stacked +\.z +y +attn", out)
         assert re.search(r"torch +2\.13\.0", out)
 

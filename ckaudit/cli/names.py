@@ -72,7 +72,8 @@ def names(
         bool, typer.Option("--quiet", "-q", help="Only the verdicts and the summary; no progress.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Every name, what is left by design, rules with hits, versions.")
+        bool,
+        typer.Option("--verbose", "-v", help="Every name, what is left by design, notes, rules with hits, versions."),
     ] = False,
     jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,

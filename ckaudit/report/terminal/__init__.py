@@ -33,8 +33,8 @@ def render(
 ) -> str:
     """The report as text of at most `width` columns, with ANSI colours if `colour`.
 
-    `quiet` keeps the verdicts and the summary; `verbose` adds every name, what is lost by design, rule tables and environments;
-    `names` every tensor with its fate.
+    `quiet` keeps the verdicts and the summary; `verbose` adds every name, what is lost by design, what else an engine noticed, rule tables
+    and environments; `names` every tensor with its fate.
     """
     return text(_report(report, width, quiet=quiet, verbose=verbose, names=names), width=width, colour=colour)
 

@@ -148,7 +148,7 @@ def _draft(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def details(plan: Plan) -> Iterator[RenderableType]:
-    """What only --verbose shows of one engine: by-design losses, rules with their hits, the environment."""
+    """What only --verbose shows of one engine: by-design losses, what else it noticed, rules with their hits, the environment."""
     yield ""
     yield Text(safe(plan.id), style="bold underline")
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -162,6 +162,11 @@ def details(plan: Plan) -> Iterator[RenderableType]:
         table = grid("by design", "", "")
         for (word, why), names in reasons.items():
             table.add_row(Text(many(len(names), word)), prose(why), folded(names, verbose=True))
+        yield Padding(table, (0, 0, 0, 2))
+    if plan.notes:
+        table = grid("noticed", "", "")
+        for note in plan.notes:
+            table.add_row(Text(safe(note.kind)), prose(note.text), folded(note.names, verbose=True))
         yield Padding(table, (0, 0, 0, 2))
     if plan.rules:
         table = grid("hits", "rule", "from", "to", "in", "source")
