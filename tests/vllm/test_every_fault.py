@@ -48,6 +48,7 @@ def test_two_offenders_of_the_same_words(host: WorkerHost) -> None:
     plan = replay(host, good(3) | dict.fromkeys(odd, (1, 8, 8)), "Collects", layers=3)
     assert sorted(fates(plan, "unmatched")) == odd
     assert len(fates(plan, "loaded")) == 11
+    assert plan.unjudged == ()  # the search came to its end
 
 
 def test_the_tensor_in_the_frames_may_be_an_innocent_one(host: WorkerHost) -> None:
@@ -61,7 +62,9 @@ def test_an_error_that_no_tensor_causes_is_blamed_on_none(host: WorkerHost) -> N
     plan = replay(host, good(), "Always")
     assert plan.verdict == "fails"
     assert [f.names for f in plan.failures] == [()]
-    assert [n.text for n in plan.notes if n.kind == "stopped"] == ["the tensor that the loader raised at was not found"]
+    assert [(u.topic, u.reason) for u in plan.unjudged] == [
+        ("faults", "whether there are further faults: the tensor that the loader raised at was not found")
+    ]
     assert fates(plan, "unmatched") == []
 
 

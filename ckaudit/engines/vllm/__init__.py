@@ -11,8 +11,9 @@ What a plan of this engine says, beyond `ckaudit.plan`:
 - `Step.rule`: a kind of WeightsMapper rule (`prefix`, `substring`, `stacked` …), `at` the module whose `load_weights` applied it.
 - `Note.kind`: `claims-too-little`, `claims-too-much` (what the loader says it loaded is not what was written) · `packed-unmapped`,
   `packed-undeclared` (what a class declares to be fused and what its rules fuse differ) · `broadcast` · `values` (real bytes were read) ·
-  `assumed` (siblings of a refused tensor) · `afterwards` (what the loader raises without the refused tensors) · `stopped` (why the search
-  for further faults ended).
+  `assumed` (siblings of a refused tensor) · `afterwards` (what the loader raises without the refused tensors).
+- `Unjudged.topic`: `faults` (why the search for further ones ended early) · `values` (whether scales are equal is in the data) ·
+  `shapes`, `dtypes` (index-only).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mappin
         mismatches=(*_shape_mismatches(story), *_casts(last, config)),
         rules=last.rules.hits(plan.release, [step for fault in story.faults for step in fault.chain]),
         notes=tuple(_notes(story)),
-        unjudged=_unjudged(last, config),
+        unjudged=_unjudged(story, config),
     )
     return msgspec.structs.replace(seen, notes=(*seen.notes, *packing.notes(seen, last.packed)))
 
@@ -192,19 +192,18 @@ def _collisions(last: Attempt, config: Mapping[str, Any]) -> tuple[Collision, ..
     return tuple(out)
 
 
-def _unjudged(last: Attempt, config: Mapping[str, Any]) -> tuple[Unjudged, ...]:
+def _unjudged(story: Story, config: Mapping[str, Any]) -> tuple[Unjudged, ...]:
+    last, out = story.last, []
+    if story.stopped:
+        out.append(Unjudged("faults", f"whether there are further faults: {story.stopped}"))
     gone = {n for c in last.result.parameters.values() for x in c.lost for n in x.lost}
     shared = [
         n for n in gone if (name_by_design(n, config, last.result.tensors[n].elements) or "").startswith("shared")
     ]
-    if not shared:
-        return ()
-    return (
-        Unjudged(
-            "values",
-            f"whether the scales of fused shards are equal is in the data ({len(shared)} stand behind another)",
-        ),
-    )
+    if shared:
+        reason = f"whether the scales of fused shards are equal is in the data ({len(shared)} stand behind another)"
+        out.append(Unjudged("values", reason))
+    return tuple(out)
 
 
 def _casts(last: Attempt, config: Mapping[str, Any]) -> list[Mismatch]:
@@ -261,8 +260,6 @@ def _notes(story: Story) -> list[Note]:
     raised = last.raised
     if raised is not None and story.faults and raised.excuse is None:
         notes.append(Note("afterwards", f"without the tensors set aside: {message(raised.error)}"))
-    if story.stopped:
-        notes.append(Note("stopped", story.stopped))
     return notes
 
 
