@@ -7,7 +7,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +50,21 @@ def width() -> int:
     with suppress(OSError, ValueError):  # no terminal, or a stream that is closed
         columns = os.get_terminal_size(2).columns or columns
     return max(40, min(shutil.get_terminal_size((columns, 24)).columns, WIDEST))
+
+
+def check(json: str | None, *, quiet: bool, verbose: bool) -> None:
+    """Make sure before the work that its report can be told as `--json`, `--quiet` and `--verbose` ask. Raises UsageError."""
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
+    if json is not None and json != "-":
+        writable(Path(json))
+
+
+def tell(json: str | None, document: Callable[[], str], view: Callable[[], str]) -> None:
+    """The report: as JSON (`document`) where `--json` wants it, and as text (`view`) on stdout unless the JSON went there."""
+    if json is not None and json != "-":
+        write(Path(json), document())
+    emit(document() if json == "-" else view())
 
 
 def writable(path: Path) -> Path:

@@ -1,11 +1,10 @@
 """`ckaudit diff`: what a checkpoint has otherwise than its source."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckaudit.cli.options import Debug, FailOn, Jobs, Offline
+from ckaudit.cli.options import AllowNotJudged, Debug, ExitFrom, FailOn, Jobs, Json, Offline
 
 
 def diff(
@@ -20,16 +19,9 @@ def diff(
             "--roundtrip", help="Allow no difference at all, explained or not. How tensors are sharded is none."
         ),
     ] = False,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
-        ),
-    ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
-    allow_not_judged: Annotated[
-        bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
-    ] = False,
+    json: Json = None,
+    fail_on: ExitFrom = FailOn.error,
+    allow_not_judged: AllowNotJudged = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the table and the summary; no progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every name of every difference.")] = False,
     jobs: Jobs = 32,
@@ -41,13 +33,10 @@ def diff(
     What was lost, added, renamed, reshaped or retyped on the way from A to B, and what explains it.
     """
     from ckaudit.cli import console
-    from ckaudit.errors import UsageError
     from ckaudit.pipeline.diff import diff as run
     from ckaudit.report import json_v1, terminal
 
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
-    file = None if json in (None, "-") else console.writable(Path(str(json)))
+    console.check(json, quiet=quiet, verbose=verbose)
     with console.watched(quiet=quiet) as progress:
         report = run(
             a,
@@ -59,13 +48,11 @@ def diff(
             allow_not_judged=allow_not_judged,
             progress=progress,
         )
-    if file is not None:
-        console.write(file, json_v1.render(report))
-    if json == "-":
-        console.emit(json_v1.render(report))
-    else:
-        shown = terminal.render_diff(
+
+    def view() -> str:
+        return terminal.render_diff(
             report, width=console.width(), colour=console.colour(), quiet=quiet, verbose=verbose
         )
-        console.emit(shown)
+
+    console.tell(json, lambda: json_v1.render(report), view)
     raise typer.Exit(report.exit_code)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckaudit.cli.options import ClassName, Debug, FailOn, Jobs, Offline, TargetArg, TrustRemoteCode
+from ckaudit.cli.options import ClassName, Debug, ExitFrom, FailOn, Jobs, Json, Offline, TargetArg, TrustRemoteCode
 
 
 def load(
@@ -37,13 +37,8 @@ def load(
     stats: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Statistics of every tensor as .csv or .parquet.")
     ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
-        ),
-    ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
+    json: Json = None,
+    fail_on: ExitFrom = FailOn.error,
     class_: ClassName = None,
     jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
@@ -59,7 +54,7 @@ def load(
     from ckaudit.pipeline.load import load as run
     from ckaudit.report import json_v1, terminal
 
-    file = None if json in (None, "-") else console.writable(Path(str(json)))
+    console.check(json, quiet=quiet, verbose=verbose)
     if stats is not None:
         table.check_target(stats)
     options = LoadOptions(
@@ -95,12 +90,9 @@ def load(
     seen = done.observed.stats if done.observed is not None else ()
     if stats is not None:
         table.write(seen, stats)
-    if file is not None:
-        console.write(file, json_v1.render(done.report))
-    if json == "-":
-        console.emit(json_v1.render(done.report))
-    else:
-        shown = terminal.render_load(
+
+    def view() -> str:
+        return terminal.render_load(
             done.report,
             table.by_layer(s for s in seen if len(s.shape) > 1),
             width=console.width(),
@@ -108,7 +100,8 @@ def load(
             quiet=quiet,
             verbose=verbose,
         )
-        console.emit(shown)
+
+    console.tell(json, lambda: json_v1.render(done.report), view)
     if done.stopped:
         typer.echo(f"ckaudit: {' '.join(done.stopped.split())}", err=True)
     raise typer.Exit(done.report.exit_code)

@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from ckaudit.cli.options import (
+    AllowNotJudged,
     Budget,
     ClassName,
     Debug,
     Device,
     Engines,
+    ExitFrom,
     ExpertParallel,
     FailOn,
     HfOverrides,
     Jobs,
+    Json,
     LoadFormat,
     NoCache,
     Offline,
@@ -41,19 +44,12 @@ def names(
     base: Annotated[
         str | None, typer.Option("--base", metavar="TARGET", help="Of an adapter: the model that it is to be laid on.")
     ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
-        ),
-    ] = None,
+    json: Json = None,
     names_: Annotated[
         bool, typer.Option("--names", help="Tell every tensor's fate, and in the JSON its rules.")
     ] = False,
-    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
-    allow_not_judged: Annotated[
-        bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
-    ] = False,
+    fail_on: ExitFrom = FailOn.error,
+    allow_not_judged: AllowNotJudged = False,
     ignore: Annotated[
         list[str] | None,
         typer.Option(metavar="CHECK[:GLOB]=REASON", help="Suppress a check, for the names that match; repeatable."),
@@ -93,13 +89,10 @@ def names(
 ) -> None:
     """Audit a checkpoint's names, shapes and files by its headers."""
     from ckaudit.cli import console
-    from ckaudit.errors import UsageError
     from ckaudit.pipeline.names import audit
     from ckaudit.suppressions import read
 
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
-    file = None if json in (None, "-") else console.writable(Path(str(json)))
+    console.check(json, quiet=quiet, verbose=verbose)
     flags = serving(
         pp=pp,
         ep=ep,
@@ -131,15 +124,16 @@ def names(
             verify_hash=verify_hash,
             progress=progress,
         )
-    if json is not None:
+
+    def document() -> str:
         from ckaudit.report import json_v1
 
-        text = json_v1.render(report, names=names_)
-        console.emit(text) if file is None else console.write(file, text)
-    if json != "-":
+        return json_v1.render(report, names=names_)
+
+    def view() -> str:
         from ckaudit.report import terminal
 
-        view = terminal.render(
+        return terminal.render(
             report,
             width=console.width(),
             colour=console.colour(),
@@ -147,7 +141,8 @@ def names(
             verbose=verbose,
             names=names_ and json is None,
         )
-        console.emit(view)
+
+    console.tell(json, document, view)
     raise typer.Exit(report.exit_code)
 
 

@@ -20,6 +20,14 @@ class FailOn(StrEnum):
     never = "never"
 
 
+ExitFrom = Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")]
+AllowNotJudged = Annotated[
+    bool, typer.Option("--allow-not-judged", help="Exit 0, not 3, when something asked for could not be judged.")
+]
+Json = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."),
+]
 TargetArg = Annotated[
     str,
     typer.Argument(

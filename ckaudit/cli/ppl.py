@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ckaudit.cli.options import Debug, FailOn, Jobs, Offline, TargetArg, TrustRemoteCode
+from ckaudit.cli.options import Debug, ExitFrom, FailOn, Jobs, Json, Offline, TargetArg, TrustRemoteCode
 
 DType = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
 Attention = Annotated[str, typer.Option(help="Attention implementation: sdpa, eager, flash_attention_2 …")]
@@ -47,13 +47,8 @@ def ppl(
     batch: Annotated[int, typer.Option(min=1, help="Rows a forward pass.")] = 1,
     min_pixels: Annotated[int | None, typer.Option(min=1, help="Smallest picture, in pixels.")] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Largest picture, in pixels.")] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="Write the report as JSON to FILE; - writes it to stdout instead of the text."
-        ),
-    ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
+    json: Json = None,
+    fail_on: ExitFrom = FailOn.error,
     jobs: Jobs = 32,
     trust_remote_code: TrustRemoteCode = False,
     offline: Offline = False,
@@ -72,7 +67,7 @@ def ppl(
     from ckaudit.report import json_v1, terminal
     from ckaudit.scores import PplOptions, Settings
 
-    file = None if json in (None, "-") else console.writable(Path(str(json)))
+    console.check(json, quiet=quiet, verbose=verbose)
     settings = Settings(
         dtype=dtype, attention=attention, device=device, batch=batch, trust_remote_code=trust_remote_code
     )
@@ -108,13 +103,11 @@ def ppl(
             fail_on=fail_on.value,
             progress=progress,
         )
-    if file is not None:
-        console.write(file, json_v1.render(report))
-    if json == "-":
-        console.emit(json_v1.render(report))
-    else:
-        shown = terminal.render_perplexity(
+
+    def view() -> str:
+        return terminal.render_perplexity(
             report, width=console.width(), colour=console.colour(), quiet=quiet, verbose=verbose
         )
-        console.emit(shown)
+
+    console.tell(json, lambda: json_v1.render(report), view)
     raise typer.Exit(report.exit_code)

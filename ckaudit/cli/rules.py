@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ckaudit.cli.guard import guarded
-from ckaudit.cli.options import Debug, FailOn, Jobs, Offline
+from ckaudit.cli.options import Debug, ExitFrom, FailOn, Jobs, Offline
 
 rules = typer.Typer(help="Work on rule books.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,7 +19,7 @@ def lint(
     names_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Try the rules on the names in FILE, one a line.")
     ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="Exit 1 from this severity on.")] = FailOn.error,
+    fail_on: ExitFrom = FailOn.error,
     jobs: Jobs = 32,
     offline: Offline = False,
     debug: Debug = False,  # noqa: ARG001  (read by `guarded`)
