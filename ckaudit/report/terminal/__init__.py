@@ -15,7 +15,7 @@ from ckaudit.findings import Report
 from ckaudit.report.terminal.adapter import adapter
 from ckaudit.report.terminal.diff import diff, sides
 from ckaudit.report.terminal.findings import findings, skips
-from ckaudit.report.terminal.layout import counts, ending, many, safe, short, size, text
+from ckaudit.report.terminal.layout import about, counts, ending, text
 from ckaudit.report.terminal.load import load
 from ckaudit.report.terminal.perplexity import perplexity
 from ckaudit.report.terminal.quantisation import quantisation
@@ -41,7 +41,7 @@ def render(
 
 def _report(report: Report, width: int, *, quiet: bool, verbose: bool, names: bool) -> Iterator[RenderableType]:
     if not quiet:
-        yield from _header(report)
+        yield from about(report.target)
         yield ""
     if report.adapter is not None:
         yield from adapter(report.adapter)
@@ -70,7 +70,7 @@ def render_load(
     verbose: bool = False,
 ) -> str:
     """The report of `ckaudit load` as text: verdicts, the load, the forward pass, a chart of `layers`, then findings."""
-    parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
+    parts: list[RenderableType] = [] if quiet else [*about(report.target), ""]
     parts += verdicts(report, width, verbose=verbose)
     if report.load is not None:
         parts += ["", *load(report.load, report.forward, () if quiet else layers, verbose=verbose)]
@@ -84,7 +84,7 @@ def render_perplexity(
 ) -> str:
     """The report of `ckaudit ppl` as text: the number first, what it was compared with, then findings."""
     assert report.perplexity is not None
-    parts: list[RenderableType] = [] if quiet else [*_header(report), ""]
+    parts: list[RenderableType] = [] if quiet else [*about(report.target), ""]
     parts += perplexity(report.perplexity, verbose=verbose)
     if not quiet:
         parts += [*findings(report, verbose=verbose), *skips(report, verbose=verbose)]
@@ -101,24 +101,6 @@ def render_diff(
     if not quiet:
         parts += [*findings(report, verbose=verbose), *skips(report, verbose=verbose)]
     return text([*parts, "", _summary(report, width)], width=width, colour=colour)
-
-
-def _header(report: Report) -> Iterator[RenderableType]:
-    t = report.target
-    head = Text(safe(t.name), style="bold")
-    if t.revision:
-        head.append(f" @ {safe(t.revision[:12])}", style="dim")
-    if kind := ", ".join(t.architectures) or t.model_type or "":
-        head.append(f"  {safe(kind)}", style="cyan")
-    yield head
-    facts = [many(t.tensors, "tensor")]
-    if t.parameters is not None:
-        facts.append(f"{short(t.parameters)} parameters")
-    if t.bytes is not None:
-        facts.append(size(t.bytes))
-    facts.append(many(t.shards, "shard"))
-    facts += [f"{safe(d)} {n:,}" if len(t.dtypes) > 1 else safe(d) for d, n in sorted(t.dtypes.items())]
-    yield Text(" · ".join(facts), style="dim")
 
 
 def _summary(report: Report, width: int) -> Text:

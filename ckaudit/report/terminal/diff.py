@@ -10,32 +10,17 @@ from rich.text import Text
 
 from ckaudit.changes import Change, Diff
 from ckaudit.checks.differences import CHECK_OF
-from ckaudit.findings import Report, Target
-from ckaudit.report.terminal.layout import SEVERITIES, folded, grid, many, prose, safe, short, size
+from ckaudit.findings import Report
+from ckaudit.report.terminal.layout import SEVERITIES, about, folded, grid, many, prose, size
 
 
 def sides(report: Report) -> Iterator[RenderableType]:
     """A and B in numbers, a line or two each."""
     for side, target in (("A", report.source), ("B", report.target)):
         if target is not None:
-            yield from _side(side, target)
-
-
-def _side(side: str, target: Target) -> Iterator[RenderableType]:
-    head = Text(f"{side}  ", style="bold cyan").append(safe(target.name), style="bold default")
-    if target.revision:
-        head.append(f" @ {safe(target.revision[:12])}", style="not bold dim default")
-    if kind := ", ".join(target.architectures) or target.model_type or "":
-        head.append(f"  {safe(kind)}", style="not bold cyan")
-    yield head
-    facts = [many(target.tensors, "tensor")]
-    if target.parameters is not None:
-        facts.append(f"{short(target.parameters)} parameters")
-    if target.bytes is not None:
-        facts.append(size(target.bytes))
-    facts.append(many(target.shards, "shard"))
-    facts += [safe(d) for d in target.dtypes]
-    yield Padding(Text(" · ".join(facts), style="dim"), (0, 0, 0, 3))
+            head, figures = about(target)
+            yield Text.assemble((f"{side}  ", "bold cyan"), head)
+            yield Padding(figures, (0, 0, 0, 3))
 
 
 def diff(found: Diff, report: Report, *, quiet: bool, verbose: bool) -> Iterator[RenderableType]:

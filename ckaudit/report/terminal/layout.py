@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckaudit.findings import Check
+from ckaudit.findings import Check, Target
 from ckaudit.naming import fold, printable
 from ckaudit.plan import Verdict
 
@@ -45,6 +45,24 @@ def text(parts: Iterable[RenderableType], *, width: int, colour: bool) -> str:
         asis = isinstance(part, Text) and bool(part.no_wrap)  # print() forgets what a Text says of its own wrapping
         console.print(part, crop=False, no_wrap=asis, overflow="ignore" if asis else None)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+
+
+def about(target: Target) -> tuple[Text, Text]:
+    """A checkpoint in two lines: which it is, and its numbers."""
+    head = Text(safe(target.name), style="bold")
+    if target.revision:
+        head.append(f" @ {safe(target.revision[:12])}", style="dim")
+    if kind := ", ".join(target.architectures) or target.model_type or "":
+        head.append(f"  {safe(kind)}", style="cyan")
+    figures = [many(target.tensors, "tensor")]
+    if target.parameters is not None:
+        figures.append(f"{short(target.parameters)} parameters")
+    if target.bytes is not None:
+        figures.append(size(target.bytes))
+    figures.append(many(target.shards, "shard"))
+    dtypes = sorted(target.dtypes.items())
+    figures += [f"{safe(d)} {n:,}" if len(dtypes) > 1 else safe(d) for d, n in dtypes]
+    return head, Text(" · ".join(figures), style="dim")
 
 
 def grid(*headings: str) -> Table:
