@@ -152,6 +152,10 @@ def drawn(name: str, **fields: Any) -> TensorStats:
 
 def test_weights_as_initialised() -> None:
     assert found(drawn("model.layers.0.mlp.up_proj.weight")) == {"CK506": ("model.layers.0.mlp.up_proj.weight",)}
+    quarter = drawn(
+        "a.weight", kurtosis=3.02, kurtosis_count=1024 * 1024
+    )  # five standard errors and a rounding are 0.026
+    assert found(quarter) == {"CK506": ("a.weight",)}
 
 
 def test_torchs_default_for_a_linear_layer_is_an_initialisation_too() -> None:
@@ -165,6 +169,7 @@ def test_torchs_default_for_a_linear_layer_is_an_initialisation_too() -> None:
     [
         {"std": 0.0208},  # 4 % off: 80 standard errors
         {"kurtosis": 3.2},  # training makes tails
+        {"kurtosis": 3.02, "kurtosis_count": 2048 * 2048},  # five standard errors and a rounding are 0.014
         {"mean": 2e-4},
         {"kurtosis": None},
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -177,18 +176,15 @@ def test_large_tensors_come_in_blocks_that_add_up(monkeypatch: pytest.MonkeyPatc
     assert found.std == pytest.approx(numbers.double().std(correction=0).item(), rel=1e-6)
 
 
-def test_memory_that_only_the_scan_still_holds_is_looked_at_first() -> None:
+def test_memory_that_only_the_scan_still_holds_is_let_go() -> None:
     blocks = [torch.zeros(64, dtype=torch.uint8) for _ in range(5)]
     model = [block.view(torch.float32) for block in blocks]  # what the loader keeps: other tensors of the same memory
-    told = deque((index, block.detach(), ()) for index, block in enumerate(blocks))
+    waiting = deque((index, block.detach(), ()) for index, block in enumerate(blocks))
     blocks.clear()  # the stream's hold ends when the loader has taken the tensor
+    assert not values._let_go_of(waiting)
     model[0] = model[2] = torch.empty(0)  # made into something else, and dropped
-    over = threading.Event()
-    due = values._in_good_time(told, over)
-    early = [next(due)[0], next(due)[0]]
-    over.set()
-    assert sorted(early) == [0, 2]
-    assert sorted(number for number, _, _ in due) == [1, 3, 4]
+    assert [number for number, _, _ in values._let_go_of(waiting)] == [0, 2]
+    assert sorted(number for number, _, _ in waiting) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("n", [999, 12_000, 12_345])
@@ -206,6 +202,18 @@ def test_what_is_equal_has_one_digest_and_a_swap_of_two_words_none() -> None:
     other = numbers.clone()
     other[0] = 5
     assert scan("F32", numbers, (1000,)).digest != scan("F32", other, (1000,)).digest
+
+
+def test_of_many_elements_a_quarter_tells_the_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reductions, "_LONG", 100_000)
+    few, many = (torch.randn(n, generator=torch.Generator().manual_seed(1)) for n in (100_000, 400_000))
+    many[100_000:] = many[100_000:].sign()  # of the first quarter alone: everything else counts all of them
+    found = [scan("F32", x, (x.numel(),)) for x in (few, many)]
+    assert [s.kurtosis_count for s in found] == [100_000, 100_000]
+    assert found[1].kurtosis == pytest.approx(
+        (many[:100_000].double() ** 4).mean().item() / found[1].std ** 4, rel=1e-4
+    )
+    assert found[1].std == pytest.approx(many.double().std(correction=0).item(), rel=1e-5)
 
 
 def test_a_normal_and_a_uniform_distribution_are_told_apart() -> None:

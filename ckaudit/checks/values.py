@@ -202,14 +202,15 @@ def _as_drawn(tensor: TensorStats, scale: float | None) -> bool:
     Each limit is about five standard errors of the estimate from that many elements, and a rounding to 8 bits of mantissa.
     """
     n = tensor.count
+    tail = tensor.kurtosis_count or n
     error = 5 / math.sqrt(2 * n) + 5e-4
     if tensor.kurtosis is None or tensor.nan or tensor.inf or abs(tensor.mean) > 5 * tensor.std / math.sqrt(n):
         return False
-    if scale and abs(tensor.std / scale - 1) < error and abs(tensor.kurtosis - 3) < 5 * math.sqrt(24 / n) + 2e-3:
+    if scale and abs(tensor.std / scale - 1) < error and abs(tensor.kurtosis - 3) < 5 * math.sqrt(24 / tail) + 2e-3:
         return True
     bound = 1 / math.sqrt(math.prod(tensor.shape[1:]))
     uniform = (
-        abs(tensor.std * math.sqrt(3) / bound - 1) < error and abs(tensor.kurtosis - 1.8) < 5 / math.sqrt(n) + 2e-3
+        abs(tensor.std * math.sqrt(3) / bound - 1) < error and abs(tensor.kurtosis - 1.8) < 5 / math.sqrt(tail) + 2e-3
     )
     return uniform and tensor.absmax <= bound * 1.005
 

@@ -160,7 +160,7 @@ def _device(torch: Any, job: LoadJob) -> Any:
         if count < wanted:
             raise CkauditError(
                 f"{wanted} CUDA device{'' if wanted == 1 else 's'} asked for, torch {torch.__version__} sees {count}.",
-                "Use --device cpu.",
+                f"Ask for at most {count}, or use --device cpu." if count else "Use --device cpu.",
             )
         if device.index is None:
             device = torch.device(

@@ -51,6 +51,7 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
         mean=mean,
         std=std,
         kurtosis=_kurtosis(quad / seen if seen else 0.0, mean, std),
+        kurtosis_count=seen,
         digest=digest_of(data.view(1, -1)).tolist()[0],
     )
 
@@ -63,8 +64,9 @@ class Part(NamedTuple):
     high: float
     mean: float
     variance: float
+    tail: int
     quad: float
-    """The sum of 4th powers."""
+    """The sum of the 4th powers of so many elements."""
     nonzero: float
     digest: int
 
@@ -73,7 +75,7 @@ def parts_of(every: Sequence[Rows]) -> Iterator[tuple[Rows, list[Part]]]:
     """The blocks' reductions as numbers. One copy from the device for all: a wait for each would take longer than its reductions."""
     if not every:
         return
-    columns = [[getattr(rows, name) for rows in every] for name in Rows._fields[3:-1]]
+    columns = [[getattr(rows, name) for rows in every] for name in Rows._fields[4:-1]]
     table = torch.stack([torch.cat(column).double() for column in columns], dim=1).tolist()
     cells = zip(table, torch.cat([rows.digest for rows in every]).tolist(), strict=True)
     for rows in every:
@@ -84,14 +86,14 @@ def parts_of(every: Sequence[Rows]) -> Iterator[tuple[Rows, list[Part]]]:
                 mean = total / rows.elements
                 variance = max(square * square / rows.elements - mean * mean, 0.0)
             quad = fourth * fourth * fourth * fourth
-            parts.append(Part(rows.elements, low, high, mean, variance, quad, nonzero, digest))
+            parts.append(Part(rows.elements, low, high, mean, variance, rows.tail, quad, nonzero, digest))
         yield rows, parts
 
 
 def merged(tensor: Stored, parts: Sequence[Part]) -> TensorStats:
     """The blocks of one tensor as one."""
     if len(parts) == 1:
-        count, low, high, mean, variance, quad, nonzero, digest = parts[0]
+        count, low, high, mean, variance, tail, quad, nonzero, digest = parts[0]
     else:
         count = sum(p.elements for p in parts)
         lows, highs = [p.low for p in parts], [p.high for p in parts]
@@ -99,7 +101,7 @@ def merged(tensor: Stored, parts: Sequence[Part]) -> TensorStats:
         low, high = (math.nan, math.nan) if bad else (min(lows, default=0.0), max(highs, default=0.0))
         mean = sum(p.elements * p.mean for p in parts) / count if count else 0.0
         variance = sum(p.elements * (p.variance + (p.mean - mean) ** 2) for p in parts) / count if count else 0.0
-        quad, nonzero = sum(p.quad for p in parts), sum(p.nonzero for p in parts)
+        tail, quad, nonzero = sum(p.tail for p in parts), sum(p.quad for p in parts), sum(p.nonzero for p in parts)
         digest = _signed(sum(p.digest for p in parts))
     std = math.sqrt(variance) if variance >= 0 else math.nan
     return TensorStats(
@@ -112,7 +114,8 @@ def merged(tensor: Stored, parts: Sequence[Part]) -> TensorStats:
         high=high,
         mean=mean,
         std=std,
-        kurtosis=_kurtosis(quad / count if count else 0.0, mean, std),
+        kurtosis=_kurtosis(quad / tail if tail else 0.0, mean, std),
+        kurtosis_count=tail,
         digest=digest,
     )
 

@@ -39,20 +39,23 @@ class Scan:
     """Takes finished allocations in any thread (`ready`), and tells about every tensor at the end (`finish`). A context manager.
 
     On a GPU a thread and a stream of its own reduce them, when everything has arrived: before that each call would take the interpreter
-    from the readers. Memory that nobody else holds any more (the loader made something else of it) is reduced and let go on the way.
+    from the readers. Memory that nobody else holds any more (the loader made something else of it, another dtype say) is reduced and let
+    go on the way, and the readers wait meanwhile: else they would fill the device faster than it is emptied.
     Tensors too small to be worth launches of their own wait for others of their kind.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout, self._device = layout, device
         self._rows: list[Rows] = []
-        self._alike: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
+        self._kinds: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
         """By dtype and bytes: the tensors that wait to be reduced together, by number."""
         self._waiting = 0
         """Their bytes."""
         self._apart = SMALL if device.type == "cpu" else _APART
         self._told: deque[_Told] = deque()
         self._over = threading.Event()
+        self._calm = threading.Event()
+        self._calm.set()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True) if device.type == "cuda" else None
 
@@ -69,8 +72,9 @@ class Scan:
             self._thread.join()
 
     def ready(self, arena: int, block: torch.Tensor, events: Sequence[Any]) -> None:
-        """Reduce one allocation (flat uint8) behind `events`; on a GPU it returns at once."""
+        """Reduce one allocation (flat uint8) behind `events`; on a GPU later, while memory is let go the caller waits."""
         if self._thread is not None:
+            self._calm.wait()
             self._told.append((arena, block.detach(), events))  # a tensor of our own: other holders can be counted
         else:
             self._reduce(self._layout.arenas[arena], block)
@@ -95,19 +99,34 @@ class Scan:
 
     def _work(self) -> None:
         """The thread."""
+        waiting: deque[_Told] = deque()
         try:
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
-                for arena, block, events in _in_good_time(self._told, self._over):
-                    for event in events:
-                        stream.wait_event(event)
-                    self._reduce(self._layout.arenas[arena], block)
-                    block.record_stream(stream)
-                self._flush_all()
+                while not self._over.wait(_PAUSE):
+                    _drain(self._told, waiting)
+                    if gone := _let_go_of(waiting):
+                        self._calm.clear()
+                        self._reduce_all(gone, stream)
+                        self._calm.set()
+                _drain(self._told, waiting)
+                self._reduce_all(waiting, stream)
             stream.synchronize()
         except BaseException as error:  # noqa: BLE001  (raised again by `finish`)
             self._error = error
+        finally:
+            self._calm.set()
+
+    def _reduce_all(self, told: deque[_Told], stream: Any) -> None:
+        """Reduce these allocations on a CUDA stream, and let each go."""
+        while told:
+            arena, block, events = told.popleft()
+            for event in events:
+                stream.wait_event(event)
+            self._reduce(self._layout.arenas[arena], block)
+            block.record_stream(stream)
+        self._flush_all()
 
     def _reduce(self, arena: Arena, block: torch.Tensor) -> None:
         for members in _alike(arena, self._layout.tensors):
@@ -122,7 +141,7 @@ class Scan:
     def _wait(self, number: int, tensor: Stored, flat: torch.Tensor) -> None:
         """Reduce a tensor together with others of its kind, once there are enough."""
         kind = tensor.dtype, tensor.nbytes
-        waiting = self._alike.setdefault(kind, [])
+        waiting = self._kinds.setdefault(kind, [])
         waiting.append((number, flat))
         self._waiting += tensor.nbytes
         if len(waiting) >= _TOGETHER or len(waiting) * tensor.nbytes >= _BATCH:
@@ -131,30 +150,28 @@ class Scan:
             self._flush_all()
 
     def _flush_all(self) -> None:
-        for kind in list(self._alike):
+        for kind in list(self._kinds):
             self._flush(*kind)
 
     def _flush(self, dtype: str, nbytes: int) -> None:
         """Reduce the waiting tensors of one kind, as rows of one matrix."""
-        waiting = self._alike.pop((dtype, nbytes))
+        waiting = self._kinds.pop((dtype, nbytes))
         self._waiting -= nbytes * len(waiting)
         self._rows += blocks(tuple(m for m, _ in waiting), dtype, torch.stack([flat for _, flat in waiting]))
 
 
-def _in_good_time(told: deque[_Told], over: threading.Event) -> Iterator[_Told]:
-    """What is told: the memory that nobody else holds as soon as that is seen, all other when it is `over`."""
-    waiting: deque[_Told] = deque()
-    while not over.wait(_PAUSE):
-        while told:
-            waiting.append(told.popleft())
-        for _ in range(min(len(waiting), max(_LOOKS, len(waiting) // 16))):
-            oldest = waiting.popleft()
-            if _let_go(oldest[1]):
-                yield oldest
-            else:
-                waiting.append(oldest)
-    yield from waiting
-    yield from told
+def _drain(source: deque[_Told], into: deque[_Told]) -> None:
+    while source:
+        into.append(source.popleft())
+
+
+def _let_go_of(waiting: deque[_Told]) -> deque[_Told]:
+    """Take those out whose memory nobody else holds any more, of the next few."""
+    gone: deque[_Told] = deque()
+    for _ in range(min(len(waiting), max(_LOOKS, len(waiting) // 16))):
+        oldest = waiting.popleft()
+        (gone if _let_go(oldest[1]) else waiting).append(oldest)
+    return gone
 
 
 def _let_go(block: torch.Tensor) -> bool:
