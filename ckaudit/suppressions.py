@@ -141,7 +141,9 @@ def _read_config(path: Path) -> tuple[Ignore, ...]:
     try:
         found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _Config)
     except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
+        raise UsageError(
+            f"Cannot read {path}: {error.strerror}.", "Give the path of a TOML file with ignore rules."
+        ) from None
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise UsageError(f"{path}: {error}.", "See 'Suppressing findings' in docs/ci.md for the format.") from None
     return tuple(_checked(rule, f"{path}, ignore {i}") for i, rule in enumerate(found.ignore, 1))
@@ -151,7 +153,7 @@ def _read_baseline(path: Path) -> dict[tuple[str, str | None], frozenset[str]]:
     try:
         old = msgspec.convert(json.loads(path.read_bytes()), _OldReport)
     except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
+        raise UsageError(f"Cannot read {path}: {error.strerror}.", "Make a report with --json FILE.") from None
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise UsageError(f"{path} is no ckaudit report: {error}.", "Make one with --json FILE.") from None
     known: dict[tuple[str, str | None], set[str]] = {}

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ckaudit.header import DTYPE_BITS
-from ckaudit.source import FileInfo, Span, Unreadable
+from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable
 
 Entries = Mapping[str, tuple[str, list[int]]]
 """Tensor name to safetensors dtype name and shape."""
@@ -71,6 +71,12 @@ def checkpoint_files(
     return files
 
 
+def all_of(source: Source, path: str) -> bytes | Unreadable:
+    """A (small) file of `source`, or why it cannot be read."""
+    ((_, data),) = source.read_spans([Span(path, 0, MAX_WHOLE)])
+    return data
+
+
 class DictSource:
     """A Source over a dict of bytes. `unreadable` maps a path to why reading it fails; `sizes` lies about a size, None hides it.
 
@@ -97,9 +103,6 @@ class DictSource:
 
     def files(self) -> dict[str, FileInfo]:
         return {path: FileInfo(path, self.sizes.get(path, len(self.data[path]))) for path in sorted(self.data)}
-
-    def read(self, path: str) -> bytes:
-        return self.data[path]
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
         for span in spans:

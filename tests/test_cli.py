@@ -287,7 +287,10 @@ class TestNames:
     def test_a_report_that_cannot_be_written_is_no_success(self, book: str, args: str) -> None:
         command = f"{sys.executable} -m ckaudit {args}" + (f" --engine {book}" if "names" in args else "")
         done = subprocess.run(f"{command} >/dev/full", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (2, "ckaudit: Cannot write to stdout: no space left on device.\n")
+        assert (done.returncode, done.stderr) == (
+            2,
+            "ckaudit: Cannot write to stdout: no space left on device. Make room there, or send it elsewhere (--json FILE).\n",
+        )
 
     def test_colours_on_a_terminal_unless_no_color(self, book: str) -> None:
         assert "\x1b[1;32m✓ loads" in _on_a_terminal("names", good(), "--engine", book)

@@ -33,7 +33,7 @@ def wrapped(cause: Exception, name: str = "ConnectError") -> Exception:
         (wrapped(TimeoutError(), "ReadTimeout"), "it stopped answering", "HF_HUB_DOWNLOAD_TIMEOUT"),
         (wrapped(ConnectionResetError(104, "reset"), "ReadError"), "the connection was reset", "later"),
         (type("RemoteProtocolError", (Exception,), {})("peer closed"), "the answer was cut short", "later"),
-        (type("Odd", (Exception,), {})("first\x1b[31m.\nsecond"), r"first\x1b[31m", "network"),
+        (type("Odd", (Exception,), {})("first\x1b[31m.\nsecond"), r"first\x1b[31m. second", "network"),
         (type("Odd", (Exception,), {})(), "Odd", "network"),
     ],
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 WIDEST = 120
+_ELSEWHERE = "Make room there, or send it elsewhere (--json FILE)."
 
 
 def emit(text: str) -> None:
@@ -32,7 +33,7 @@ def emit(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         streams.discard()
-        raise UsageError(f"Cannot write to stdout: {(error.strerror or str(error)).lower()}.") from None
+        raise UsageError(f"Cannot write to stdout: {(error.strerror or str(error)).lower()}.", _ELSEWHERE) from None
 
 
 def colour() -> bool:
@@ -99,7 +100,7 @@ def write(path: Path, text: str) -> None:
     except BrokenPipeError:
         return
     except OSError as error:
-        raise UsageError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.") from None
+        raise UsageError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.", _ELSEWHERE) from None
 
 
 def _replace(path: Path, text: str) -> None:

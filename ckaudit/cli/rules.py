@@ -71,7 +71,8 @@ def _lines_of(path: Path) -> tuple[str, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read {path}: {error}.") from None
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"Cannot read {path}: {why}.", "Give a text file with one name a line.") from None
     return tuple(dict.fromkeys(line for line in text.splitlines() if line.strip()))
 
 

@@ -57,10 +57,6 @@ class Source(Protocol):
         """Every file of the target by path, sorted. Raises SourceError."""
         ...
 
-    def read(self, path: str) -> bytes:
-        """A whole (small) file. Raises SourceError; a file that is not there is a KeyError."""
-        ...
-
     def folder(self, paths: Iterable[str]) -> Path:
         """A local folder that holds these files whole, fetched first where the target is not local. Raises SourceError."""
         ...

@@ -23,7 +23,7 @@ import ckaudit
 from ckaudit.errors import SourceError, UsageError, words_of
 from ckaudit.naming import printable
 from ckaudit.progress import NullProgress, Progress
-from ckaudit.source import MAX_WHOLE, FileInfo, Source, Span, Unreadable, target
+from ckaudit.source import FileInfo, Source, Span, Unreadable, target
 from ckaudit.source.faults import Asked, Refusal, explain
 from ckaudit.source.local import read_range
 from ckaudit.source.pace import Clock, Pace
@@ -130,16 +130,6 @@ class HubSource:
     def files(self) -> dict[str, FileInfo]:
         """Every file of the commit by path, sorted, with its size and, for large ones, its sha256."""
         return self._files
-
-    def read(self, path: str) -> bytes:
-        """A whole (small) file. Raises KeyError when the commit has none of this path, SourceError when it cannot be read."""
-        size = self._files[path].size
-        if size is not None and size > MAX_WHOLE:
-            raise SourceError(f"{self._about(path).what} has {size:,} bytes, more than is read whole ({MAX_WHOLE:,}).")
-        data = self._read(Span(path, 0, MAX_WHOLE if size is None else size), threading.Event())
-        if isinstance(data, Unreadable):
-            raise SourceError(f"{self._about(path).what} cannot be read: {data.reason}.")
-        return data
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
         """The bytes of each span, `jobs` at once, in the order they arrive; the first SourceError ends all of them."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckaudit.errors import SourceError
 from ckaudit.naming import printable
-from ckaudit.source import MAX_WHOLE, FileInfo, Span, Unreadable
+from ckaudit.source import FileInfo, Span, Unreadable
 
 MAX_ENTRIES = 100_000
 """Files and folders walked before a folder is taken for something else than a checkpoint."""
@@ -67,20 +67,11 @@ class LocalSource:
         for path in paths:
             if path not in known or path in self._broken:
                 reason = self._broken.get(path, "it is not there")
-                raise SourceError(f"{printable(path)} of {self.name} cannot be read: {reason}.")
+                raise SourceError(
+                    f"{printable(path)} of {self.name} cannot be read: {reason}.",
+                    "Put the file in its place, or fetch it again.",
+                )
         return self._root
-
-    def read(self, path: str) -> bytes:
-        """A whole (small) file. Raises KeyError when it is not there, SourceError when it cannot be read."""
-        info = self.files()[path]
-        if info.size is not None and info.size > MAX_WHOLE:
-            raise SourceError(
-                f"{path} in {self.name} has {info.size:,} bytes, more than is read whole ({MAX_WHOLE:,})."
-            )
-        data = self._read(Span(path, 0, MAX_WHOLE))
-        if isinstance(data, Unreadable):
-            raise SourceError(f"{path} in {self.name} cannot be read: {data.reason}.")
-        return data
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | Unreadable]]:
         """The bytes of each span, in the order asked."""

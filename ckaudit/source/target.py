@@ -36,8 +36,10 @@ class HubTarget(msgspec.Struct, frozen=True):
         try:
             return open_hub(self.name, self.revision, jobs=jobs, offline=offline, progress=progress)
         except SourceError as error:
-            parent = os.path.dirname(self.name)
-            if parent and os.path.isdir(parent):  # more likely a path with a slip than a repo of that owner
+            parent, told = os.path.dirname(self.name), error.message.startswith("There is no folder")
+            if (
+                parent and os.path.isdir(parent) and not told
+            ):  # more likely a path with a slip than a repo of that owner
                 error.message = f"{error.message.rstrip('.')}. There is no folder {self.name} here either."
             raise
 
