@@ -289,7 +289,7 @@ class TestNames:
         done = subprocess.run(f"{command} >/dev/full", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (
             2,
-            "ckaudit: Cannot write to stdout: no space left on device. Make room there, or send it elsewhere (--json FILE).\n",
+            "ckaudit: Cannot write to stdout: no space left on device. Make room there, or send it elsewhere.\n",
         )
 
     def test_colours_on_a_terminal_unless_no_color(self, book: str) -> None:

@@ -77,7 +77,8 @@ def main() -> None:
         app(prog_name="ckaudit")
     except OSError as error:  # of what typer itself writes, such as help
         streams.discard()
-        print(f"ckaudit: Cannot write to stdout: {(error.strerror or str(error)).lower()}.", file=sys.stderr)
+        why = (error.strerror or str(error)).lower()
+        print(f"ckaudit: Cannot write to stdout: {why}. {streams.ELSEWHERE}", file=sys.stderr)
         sys.exit(ENVIRONMENT)
     finally:
         gc.freeze()  # the process ends, and all that is left with it: nor is there anything to find in it now

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 WIDEST = 120
-_ELSEWHERE = "Make room there, or send it elsewhere (--json FILE)."
 
 
 def emit(text: str) -> None:
@@ -33,7 +32,9 @@ def emit(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         streams.discard()
-        raise UsageError(f"Cannot write to stdout: {(error.strerror or str(error)).lower()}.", _ELSEWHERE) from None
+        raise UsageError(
+            f"Cannot write to stdout: {(error.strerror or str(error)).lower()}.", streams.ELSEWHERE
+        ) from None
 
 
 def colour() -> bool:
@@ -100,7 +101,7 @@ def write(path: Path, text: str) -> None:
     except BrokenPipeError:
         return
     except OSError as error:
-        raise UsageError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.", _ELSEWHERE) from None
+        raise UsageError(f"Cannot write {path}: {(error.strerror or str(error)).lower()}.", streams.ELSEWHERE) from None
 
 
 def _replace(path: Path, text: str) -> None:

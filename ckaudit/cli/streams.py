@@ -11,6 +11,8 @@ import os
 import sys
 
 OUT, ERR = 1, 2
+ELSEWHERE = "Make room there, or send it elsewhere."
+"""What to do about a stream or a file that takes no more."""
 
 
 class _Stream(io.FileIO):
