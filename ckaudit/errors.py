@@ -41,6 +41,18 @@ class RuleError(CkauditError):
     """A rule book that is not well formed; the message names the file and the row."""
 
 
+_SLIPS = (AttributeError, TypeError, KeyError, NameError, AssertionError)
+"""What a mistake in a program raises. Other errors may be meant, or be torch's, which has no frame of its own."""
+
+
+def is_own_slip(error: BaseException) -> bool:
+    """Whether an exception that came out of a loader is a mistake of ckaudit, which watches it: no checkpoint is to be blamed for that."""
+    trace, module = error.__traceback__, ""
+    while trace is not None:
+        module, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
+    return isinstance(error, _SLIPS) and module.startswith("ckaudit.")
+
+
 def words_of(error: BaseException, limit: int = _LONGEST) -> str:
     """What an exception says, on one line that ends with a whole word; its type where it says nothing."""
     text = " ".join(str(error).split())

@@ -18,7 +18,8 @@ pytest.importorskip("transformers")
 
 from real_checkpoints import build, job_of, load, save  # noqa: E402
 
-from ckaudit.engines.transformers import loader  # noqa: E402
+from ckaudit import naming  # noqa: E402
+from ckaudit.engines.transformers import loader, observe  # noqa: E402
 from ckaudit.plan import NameFate, Plan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -431,6 +432,22 @@ def test_code_of_the_repo_runs_only_when_asked(tmp_path):
     assert plan.architecture == "TinyModel"
     assert {n.name: n.fate for n in plan.names} == {"one.weight": "loaded", "two.weight": "unmatched"}
     assert [p.name for p in plan.parameters if p.coverage == "none"] == ["one.bias"]
+
+
+def test_an_auto_map_that_names_nothing_leaves_the_class_to_the_config(copy):
+    write, state = copy
+    folder = write(state)
+    edit(folder, auto_map=["AutoModel"])
+    assert (
+        audit(folder, trust_remote_code=True).verdict == "loads"
+    )  # AutoModel looks for its own name in it, and finds none
+
+
+def test_a_mistake_of_the_observer_is_not_blamed_on_the_checkpoint(copy, monkeypatch):
+    write, state = copy
+    monkeypatch.setattr(observe._Hooks, "adjust_keys", lambda self, model, info: naming.printable(1))
+    with pytest.raises(TypeError):  # which the worker tells as its own breakdown: not judged
+        audit(write(state))
 
 
 def test_files_of_the_repo_stay_in_their_folder(copy, tmp_path):

@@ -6,16 +6,21 @@ Nothing here needs a release. A model has `embed` (16 x 8) and, a layer, fused q
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from ckaudit.checks.case import Case
 from ckaudit.checks.facts import Facts
 from ckaudit.checks.names import claims
 from ckaudit.engines.host import WorkerHost
+from ckaudit.engines.vllm import ops
+from ckaudit.engines.vllm.attempt import ending
+from ckaudit.engines.vllm.provenance import Provenance
 from tests.toy import checkpoint
 from tests.vllm.mini import ENV, fates, good, replay
 
@@ -140,6 +145,21 @@ def test_a_claim_that_is_wrong_fails_though_every_element_was_written(host: Work
     assert [(n.kind, n.names) for n in plan.notes] == [("claims-too-little", ("embed.weight",))]
     told = list(claims(Case(Facts(checkpoint([])), plan)))
     assert [(f.check, f.names) for f in told] == [("CK215", ("embed.weight",))]
+
+
+def test_a_mistake_of_the_observer_is_not_blamed_on_the_checkpoint() -> None:
+    def told(call: Callable[[], object]) -> str | None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            return ending(error, Provenance(), {}, started=True, finished=False).excuse
+        raise AssertionError("nothing was raised")
+
+    assert "ckaudit itself broke down (TypeError" in (told(lambda: ops.cat(None, (None,), {}, None)) or "")  # type: ignore[arg-type]
+    assert told(lambda: [].pop()) is None
+    with Provenance():
+        wide, narrow = torch.empty(2, 3, device="meta"), torch.empty(2, 2, device="meta")
+        assert told(lambda: wide.copy_(narrow)) is None  # torch's own word on a shape, raised below the observer
 
 
 def test_values_are_fetched_for_a_loader_that_looks(host: WorkerHost) -> None:

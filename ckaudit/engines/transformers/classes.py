@@ -145,7 +145,7 @@ def _class_of(config: Any, folder: Path, *, trust: bool) -> tuple[Any, str]:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     architectures = _architectures(getattr(config, "architectures", None))
-    if trust and (reference := _remote_reference(getattr(config, "auto_map", None) or {}, architectures)):
+    if trust and (reference := _remote_reference(getattr(config, "auto_map", None), architectures)):
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         return get_class_from_dynamic_module(reference, os.fspath(folder)), "auto_map"
@@ -159,9 +159,10 @@ def _class_of(config: Any, folder: Path, *, trust: bool) -> tuple[Any, str]:
     return (cls[0] if isinstance(cls, (tuple, list)) else cls), "model_type"
 
 
-def _remote_reference(auto_map: dict[str, Any], architectures: list[str]) -> str | None:
+def _remote_reference(auto_map: Any, architectures: list[str]) -> str | None:
     """The entry of `auto_map` for the architecture that the config names, else its most usual one for a whole model."""
-    models = {k: v for k, v in auto_map.items() if k.startswith("AutoModel") and isinstance(v, str)}
+    named = auto_map if isinstance(auto_map, dict) else {}
+    models = {k: v for k, v in named.items() if k.startswith("AutoModel") and isinstance(v, str)}
     for reference in models.values():
         if reference.rpartition(".")[2] in architectures:
             return reference

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckaudit.engines import Job, ReadTensor
-from ckaudit.errors import in_one_line
+from ckaudit.errors import in_one_line, is_own_slip
 from ckaudit.plan import Failure, NameFate, Plan
 
 _MAX_STOPS = 16
@@ -67,7 +67,9 @@ def _load(job: Job, folder: Path) -> Plan:
         chosen = choose(job, folder)
     except NotForUs as reason:
         return _plan(not_judged=str(reason))
-    except Exception as error:  # noqa: BLE001  (sorted by what it says)
+    except Exception as error:
+        if is_own_slip(error):
+            raise
         return _refused(job, error, None)
     if not job.tensors:
         return _plan(not_judged="not one tensor could be read from the checkpoint")
@@ -92,7 +94,9 @@ def _tell(job: Job, chosen: Any) -> Plan:
                 _from_pretrained(chosen.cls, chosen.config, record.fed.state)
         except NotForUs as reason:
             return _plan(not_judged=str(reason))
-        except Exception as error:  # noqa: BLE001  (sorted below)
+        except Exception as error:
+            if is_own_slip(error):
+                raise
             failure = error
             if record.stage == "construct":
                 return _refused(job, error, chosen.cls.__name__)

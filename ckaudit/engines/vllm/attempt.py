@@ -20,6 +20,7 @@ from ckaudit.engines.vllm.packing import Declared, declared
 from ckaudit.engines.vllm.provenance import Provenance
 from ckaudit.engines.vllm.rulewatch import RuleWatch
 from ckaudit.engines.vllm.values import NoValues
+from ckaudit.errors import is_own_slip
 
 
 class Raised(NamedTuple):
@@ -229,7 +230,7 @@ def ending(
     elif not started:
         excuse = f"{type(error).__name__} before the first weight was read: {error}"
     else:
-        found = stubs.touched(error)
+        found = "ckaudit itself broke down" if is_own_slip(error) else stubs.touched(error)
         excuse = f"{found} ({type(error).__name__}: {error})" if found else None
     wanted = None if place is None else tuple(place.shape)
     return Raised(error, () if finished else tuple(names), parameter, finished, excuse, wanted, _at(error, paths))

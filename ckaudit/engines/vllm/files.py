@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 
 from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.transformers.classes import lay_out, leads_out
@@ -93,8 +94,13 @@ class _Shard:
     def metadata(self) -> dict[str, str]:
         return {"format": "pt"}
 
+    def spec(self, name: str) -> TensorSpec:
+        if name not in self._held:
+            raise SafetensorError(f"File does not contain tensor {name}")  # as the real one does
+        return self._held[name]
+
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self._give(self._held[name])
+        return self._give(self.spec(name))
 
     def get_slice(self, name: str) -> _Slice:
         return _Slice(self, name)
@@ -105,7 +111,7 @@ class _Slice:
 
     def __init__(self, shard: _Shard, name: str) -> None:
         self._shard, self._name = shard, name
-        self._spec = shard._held[name]
+        self._spec = shard.spec(name)
 
     def get_shape(self) -> list[int]:
         return list(self._spec.shape or ())
