@@ -27,7 +27,8 @@ def load(
     attention: Annotated[str, typer.Option(help="Attention of the forward pass.")] = "eager",
     tokens: Annotated[int, typer.Option(min=64, help="Length of its text input.")] = 64,
     modality: Annotated[
-        list[str] | None, typer.Option(help="Kinds of input: text, image, video, audio.  [default: all it takes]")
+        list[str] | None,
+        typer.Option(help="Kinds of input: text, image, video, audio, series.  [default: all it takes]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of its inputs.")] = 0,
     expect: Annotated[

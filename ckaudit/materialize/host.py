@@ -26,7 +26,7 @@ from ckaudit.materialize.layout import Stored
 from ckaudit.progress import NullProgress, Progress
 
 CHILD = (sys.executable, "-P", "-m", "ckaudit.materialize.child")
-KINDS = ("text", "image", "video", "audio", "latent")
+KINDS = ("text", "image", "video", "audio", "series", "latent")
 """Kinds of input that a forward pass can be asked for."""
 _PATIENCE = 20.0
 """Seconds that an interrupted child has to say what it knows."""

@@ -48,18 +48,37 @@ class Media:
 
     def _images(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("image")
-        channels, patch, size = self._picture()
+        channels, patch, (high, wide) = self._picture()
         n = _SIDE * _SIDE
+        places = takes & {"image_position_ids", "pixel_position_ids"}
+        if places:
+            pixels = self.noise(1, n, self._patch_width())
+            yield {"pixel_values": pixels, **{k: _places()[None] for k in places}}
+        if "grid_thw" in takes:  # a vision part by itself, which may call its patches hidden states
+            name = "pixel_values" if "pixel_values" in takes else "hidden_states"
+            sizes = {"merge_sizes": torch.ones(1, dtype=torch.long)} if "merge_sizes" in takes else {}
+            yield {name: self.noise(n, self._patch_width()), "grid_thw": torch.tensor([[1, _SIDE, _SIDE]]), **sizes}
+            return
+        if "aspect_ratio_ids" in takes:
+            tiles = int(first_value(self._vision, "max_num_tiles") or 1)
+            ones = torch.ones((1, 1), dtype=torch.long)
+            yield {
+                "pixel_values": self.noise(1, 1, tiles, channels, high, wide),
+                "aspect_ratio_ids": ones,
+                "aspect_ratio_mask": torch.ones((1, 1, tiles), dtype=torch.long),
+            }
         if "flattened_patches" in takes:  # each with its row and column before its pixels
-            places = 1 + torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE)).float()[None]
-            patches = torch.cat([places, self.noise(1, n, channels * patch * patch)], dim=-1)
+            patches = torch.cat([1 + _places().float()[None], self.noise(1, n, channels * patch * patch)], dim=-1)
             yield {"flattened_patches": patches, "attention_mask": torch.ones((1, n), dtype=torch.long)}
             return
         if "image_grid_thw" in takes:
             yield {
                 "pixel_values": self.noise(n, self._patch_width()),
                 "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
+                **({"image_merge_sizes": torch.ones(1, dtype=torch.long)} if "image_merge_sizes" in takes else {}),
             }
+        if "image_grid_hw" in takes:
+            yield {"pixel_values": self.noise(n, self._patch_width()), "image_grid_hw": _grid(1)}
         if "target_sizes" in takes:
             yield {"pixel_values": self.noise(1, channels, patch, n * patch), "target_sizes": _grid(1, torch.int32)}
         if "spatial_shapes" in takes:
@@ -69,33 +88,44 @@ class Media:
                 "spatial_shapes": _grid(1),
                 "pixel_attention_mask": mask,
             }
-        sizes = {"image_sizes": torch.tensor([[size, size]])}
+        sizes = {"image_sizes": torch.tensor([[high, wide]])}
         variants: list[Tensors] = [{}, sizes] if "image_sizes" in takes else [{}]
         if "image_sizes" in self.own_parameters("image"):
             variants.reverse()
         for extra in variants:
-            yield {"pixel_values": self.noise(1, channels, size, size), **extra}
+            yield {"pixel_values": self.noise(1, channels, high, wide), **extra}
         for tiles in (*([self.frames] if self.frames else []), 1, 2, 3, 5):
-            yield {"pixel_values": self.noise(1, tiles, channels, size, size), **variants[0]}
+            yield {"pixel_values": self.noise(1, tiles, channels, high, wide), **variants[0]}
+        yield {"pixel_values": self.noise(1, n, self._patch_width())}
 
     def _videos(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("video")
-        channels, patch, size = self._picture()
+        channels, patch, (high, wide) = self._picture()
         n = _SIDE * _SIDE
         if "video_grid_thw" in takes:
             thw = torch.tensor([[FRAMES, _SIDE, _SIDE]])
             seconds = {"second_per_grid_ts": torch.ones(1)} if "second_per_grid_ts" in self._takes else {}
+            merged = {"video_merge_sizes": torch.ones(1, dtype=torch.long)} if "video_merge_sizes" in takes else {}
             yield {
                 "pixel_values_videos": self.noise(FRAMES * n, self._patch_width()),
                 "video_grid_thw": thw,
                 **seconds,
+                **merged,
+            }
+        if "video_position_ids" in takes:
+            pixels = self.noise(1, FRAMES, n, self._patch_width())
+            counts = {"num_frames_per_video": torch.tensor([FRAMES])} if "num_frames_per_video" in takes else {}
+            yield {
+                "pixel_values_videos": pixels,
+                "video_position_ids": _places().expand(1, FRAMES, n, 2).contiguous(),
+                **counts,
             }
         if "target_sizes_videos" in takes:
             pixels = self.noise(1, channels, patch, FRAMES * n * patch)
             yield {"pixel_values_videos": pixels, "target_sizes_videos": _grid(FRAMES, torch.int32)}
-        yield {"pixel_values_videos": self.noise(1, FRAMES, channels, size, size)}
+        yield {"pixel_values_videos": self.noise(1, FRAMES, channels, high, wide)}
         if self.frames:
-            yield {"pixel_values_videos": self.noise(1, self.frames, channels, size, size)}
+            yield {"pixel_values_videos": self.noise(1, self.frames, channels, high, wide)}
 
     def _sounds(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("audio")
@@ -107,10 +137,9 @@ class Media:
             yield {"input_values": self.noise(1, 16000)}
             yield {"input_values": self.noise(1, 1, 16000)}
             return
-        masks: list[str] = [k for k in ("feature_attention_mask", "input_features_mask") if k in takes]
-        ones = {k: torch.ones((1, frames), dtype=torch.long) for k in masks}
-        yield {"input_features": self.noise(1, mels, frames), **ones}
-        yield {"input_features": self.noise(1, frames, mels), **ones}
+        for bands in (mels,) if first_value(self._audio, *_MELS) else (mels, 128):
+            yield {"input_features": self.noise(1, bands, frames)}
+            yield {"input_features": self.noise(1, frames, bands)}
         width = int(getattr(self._audio, "spec_size", 0) ** 2 // mels or frames)
         yield {"input_features": self.noise(1, 1, width, mels)}
 
@@ -119,20 +148,18 @@ class Media:
         return self._takes | self.own_parameters(kind)
 
     def own_parameters(self, kind: str) -> set[str]:
-        found: set[str] = set()
-        for owner in (self._model, getattr(self._model, "model", None)):
-            features = getattr(owner, f"get_{kind}_features", None)
-            found |= parameters(features) if features is not None else set()
-        return found
+        """What the method for this kind takes."""
+        features = features_method(self._model, kind)
+        return set() if features is None else parameters(features)
 
-    def _picture(self) -> tuple[int, int, int]:
-        """Channels, patch size and image size."""
+    def _picture(self) -> tuple[int, int, tuple[int, int]]:
+        """Channels, patch size, and the height and width of an image."""
         channels = first_value(self._vision, "num_channels", "in_channels", "in_chans") or 3
         patch = _one(first_value(self._vision, "patch_size") or 14)
         return (
             int(channels),
             patch,
-            _one(first_value(self._vision, "image_size", "img_size", "input_size") or 16 * patch),
+            _pair(first_value(self._vision, "image_size", "img_size", "input_size") or 16 * patch),
         )
 
     def _patch_width(self) -> int:
@@ -145,9 +172,30 @@ def parameters(method: Any) -> set[str]:
     return set(inspect.signature(method).parameters)
 
 
+def features_method(model: Any, kind: str) -> Any:
+    """The method of the model, or of the outermost part that has one, which makes embeddings of this kind; None where there is none."""
+    for module in model.modules():
+        method = getattr(module, f"get_{kind}_features", None)
+        if method is not None and parameters(method) - {"args", "kwargs"}:
+            return method
+    return None
+
+
+def _places() -> torch.Tensor:
+    """(patches, 2): row and column of every patch."""
+    return torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE))
+
+
 def _grid(count: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
     return torch.tensor([[_SIDE, _SIDE]] * count, dtype=dtype)
 
 
 def _one(size: Any) -> int:
     return int(size if isinstance(size, int | float) else size[0])
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size that is one number, both, or a mapping with either name."""
+    if isinstance(size, dict):
+        size = (size.get("height") or size.get("shortest_edge"), size.get("width") or size.get("shortest_edge"))
+    return (int(size), int(size)) if isinstance(size, int | float) else (int(size[0]), int(size[-1]))

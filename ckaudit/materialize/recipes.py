@@ -8,19 +8,26 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
+from ckaudit.materialize import counting
+from ckaudit.materialize.beside import Beside
 from ckaudit.materialize.classes import first_value, sub_configs
 from ckaudit.materialize.media import FRAMES, Media, Tensors, parameters
 
-_PROJECTOR = re.compile("projector|connector|adapter|aligner|bridge")
-_INPUT = re.compile("pixel|patches|image|video|audio|speaker|bbox|_values$|features$")
+_INPUT = re.compile(
+    "pixel|patches|image|video|audio|visual|speaker|bbox|qformer|codes|_values$|feats$|features$|^states?$"
+)
 """Parameters of a forward method that stand for something to look at or to hear."""
 _SPECIAL = ("image", "video", "audio")
+_PICTURES = {"pixel_values", "flattened_patches"}
+_PATCHES = {"hidden_states", "grid_thw"}
+_SOUNDS = {"input_features", "input_values", "input_audio_features"}
+_SERIES = {"past_values", "returns_to_go"}
+_OF_TEXT = {"input_ids", "decoder_input_ids", "attention_mask", "bbox"}
 
 
 class Recipes:
@@ -32,34 +39,58 @@ class Recipes:
         self.length = min(length, self.room or length)
         self._random = torch.Generator().manual_seed(seed)
         self.takes = set(parameters(model.forward))
+        self._required = required(model.forward)
         self._media = Media(model, self.takes, self._random)
+        self._beside = Beside(model.config, self._random)
         self.frames = self._media.frames
 
     def kinds(self) -> tuple[str, ...]:
-        """What the model takes: `text`, `image`, `video`, `audio`, in this order."""
+        """What the model takes: `text`, `image`, `video`, `audio`, `series`, in this order."""
         kinds = ["text"] if "input_ids" in self.takes or "decoder_input_ids" in self.takes else []
-        kinds += ["image"] if self.takes & {"pixel_values", "flattened_patches"} else []
-        kinds += ["video"] if "pixel_values_videos" in self.takes else []
-        kinds += ["audio"] if self.takes & {"input_features", "input_values", "input_audio_features"} else []
+        sees, hears = self._has_part("vision_config"), self._has_part("audio_config")
+        kinds += ["image"] if sees and (self.takes & _PICTURES or self.takes >= _PATCHES) else []
+        kinds += ["video"] if sees and "pixel_values_videos" in self.takes else []
+        kinds += ["audio"] if hears and self.takes & _SOUNDS else []
+        kinds += ["series"] if self.takes & _SERIES else []
         if len(kinds) > 1 and self._needs_both():
             kinds.remove("text")
         return tuple(kinds)
 
+    def _has_part(self, key: str) -> bool:
+        """Whether the config does not say that this part was left out."""
+        return getattr(self.config, key, key) is not None
+
     def _needs_both(self) -> bool:
         """Whether text alone is no input: a pair of encoders (CLIP), a decoder that writes down what it hears, or pixels that must be."""
         decodes = "input_ids" not in self.takes and "decoder_input_ids" in self.takes
-        given = inspect.signature(self.model.forward).parameters.values()
-        must = {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - {"self"}
-        return (
-            hasattr(self.model, "get_text_features")
-            or decodes
-            or not must <= {"input_ids", "decoder_input_ids", "attention_mask"}
-        )
+        return hasattr(self.model, "get_text_features") or decodes or not self._required <= _OF_TEXT
 
     def candidates(self, kind: str) -> Iterator[Callable[[], Tensors]]:
         """Ways to make an input of this kind, the likeliest first; one that does not fit the model raises when it is made or run."""
+        yield from self._with(kind, self._required)
+        # What is given only where nothing works without it: parameters that the model could do without, says its signature.
+        more = self.takes | self._media.own_parameters(kind)
+        if self._beside.knows(more - self._required):
+            yield from self._with(kind, more)
+
+    def _with(self, kind: str, names: set[str]) -> Iterator[Callable[[], Tensors]]:
+        """The candidates with those of these parameters that can be made."""
+        for make in self._plain(kind, names):
+            yield partial(self._filled, make, names)
+
+    def _filled(self, make: Callable[[], Tensors], names: set[str]) -> Tensors:
+        return self._beside.fill(names, make())
+
+    def _plain(self, kind: str, names: set[str]) -> Iterator[Callable[[], Tensors]]:
         if kind == "text":
             yield self.text
+            if "input_ids" in self.takes and first_value(self.config, "num_codebooks"):
+                yield partial(self._in_codebooks, 0)
+                yield partial(self._in_codebooks, 1)  # a text, and the sound of each moment beside it
+            return
+        if kind == "series":
+            for series in self._beside.series():
+                yield partial(dict, series)
             return
         placeholder = self._placeholder(kind)
         for tensors in self._media.of(kind):
@@ -68,9 +99,16 @@ class Recipes:
                 if hasattr(self.config, "decoder"):  # some read them in place of what the decoder has written so far
                     yield partial(self._alone, tensors, decoder=False)
                 continue
-            yield partial(self._mixed, kind, tensors, placeholder)
-            if kind == "video":  # some models want each frame between marks of its own
-                yield partial(self._mixed, kind, tensors, placeholder, FRAMES)
+            yield partial(self._mixed, kind, tensors, placeholder, names)
+            if kind == "video":
+                yield from self._framed(tensors, placeholder, names)
+
+    def _framed(self, tensors: Tensors, placeholder: int, names: set[str]) -> Iterator[Callable[[], Tensors]]:
+        """Videos of which each frame stands between marks of its own, as the video that it is or as a picture in a video."""
+        yield partial(self._mixed, "video", tensors, placeholder, names, groups=FRAMES)
+        picture = self._placeholder("image")
+        if picture is not None:
+            yield partial(self._mixed, "video", tensors, picture, names, groups=FRAMES, inner="image")
 
     def text(self) -> Tensors:
         """Random ids that stand for nothing special; the decoder of an encoder-decoder model gets some too."""
@@ -79,6 +117,18 @@ class Recipes:
             ids = self.ids(self.length)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return self._with_decoder(inputs)
+
+    def _in_codebooks(self, more: int) -> Tensors:
+        """Ids of shape (1, n, codebooks), of a model that reads and writes sound in several codes at once."""
+        sizes = [
+            first_value(self.config, k)
+            for k in ("vocab_size", "codebook_vocab_size", "audio_vocab_size", "codebook_size")
+        ]
+        size = min(v for v in (*sizes, self._vocabulary()) if isinstance(v, int))
+        ids = torch.stack(
+            [self.ids(self.length, size) for _ in range(int(first_value(self.config, "num_codebooks")) + more)], dim=-1
+        )
+        return {"input_ids": ids, "attention_mask": torch.ones(ids.shape[:2], dtype=torch.long)}
 
     def ids(self, count: int, size: int | None = None) -> torch.Tensor:
         """(1, count) token ids, of a vocabulary of `size` (None: the model's)."""
@@ -115,10 +165,13 @@ class Recipes:
 
     def _decoder_ids(self) -> torch.Tensor:
         """(1, n) ids of the decoder's own vocabulary; (codebooks, n) where it writes sound in several at once."""
-        decoder = getattr(self.config, "decoder", None)
+        decoder = getattr(self.config, "decoder", None) or getattr(self.config, "decoder_config", None)
         size = getattr(decoder, "vocab_size", None) or getattr(self.config, "decoder_vocab_size", None)
         codebooks = getattr(decoder, "num_codebooks", None)
+        channels = getattr(decoder, "num_channels", None)
         limit = int(first_value(self.config, "max_target_positions", "max_position_embeddings") or self.length)
+        if channels:  # the codes of each moment side by side
+            return torch.stack([self.ids(min(self.length, limit), size) for _ in range(channels)], dim=-1)
         ids = torch.cat([self.ids(min(self.length, limit), size) for _ in range(codebooks or 1)])
         if codebooks is None:
             ids[0, 0] = first_value(self.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
@@ -134,19 +187,38 @@ class Recipes:
             return {k: v for k, v in {**text, **tensors}.items() if not k.startswith("decoder_")}
         return self._with_decoder({**text, **tensors})
 
-    def _mixed(self, kind: str, tensors: Tensors, placeholder: int, groups: int = 1) -> Tensors:
+    def _mixed(
+        self,
+        kind: str,
+        tensors: Tensors,
+        placeholder: int,
+        names: set[str],
+        *,
+        groups: int = 1,
+        inner: str | None = None,
+    ) -> Tensors:
         """Text with as many placeholders in it as the part for this kind fills, in so many groups."""
+        tensors = self._beside.fill(names, tensors)
+
+        def around(count: int) -> Tensors:
+            inputs = self._around(kind, tensors, placeholder, count, groups, inner)
+            return place(self._beside.fill(names, inputs), self.model)
+
         with torch.inference_mode():
-            count = self._rows(kind, tensors, placeholder)
+            count = counting.count(self.model, kind, place(tensors, self.model), around)
             if count % groups:
                 raise ValueError(f"{count} tokens are not {groups} groups")
-            return self._around(kind, tensors, placeholder, count // groups, groups)
+            return self._around(kind, tensors, placeholder, count // groups, groups, inner)
 
-    def _around(self, kind: str, tensors: Tensors, placeholder: int, count: int, groups: int = 1) -> Tensors:
+    def _around(
+        self, kind: str, tensors: Tensors, placeholder: int, count: int, groups: int = 1, inner: str | None = None
+    ) -> Tensors:
+        """Text before and after `groups` times `count` placeholders between marks; marks of kind `inner` stand inside those of `kind`."""
         before, after = self.ids(self.length // 4), self.ids(self.length - self.length // 4)
-        start, end = self._brackets(kind)
+        start, end = self._brackets(inner or kind)
         group = torch.cat([start, torch.full((1, count), placeholder), end], dim=1)
-        ids = torch.cat([before, *[group] * groups, after], dim=1)
+        outer = self._brackets(kind) if inner else (start[:, :0], end[:, :0])
+        ids = torch.cat([before, outer[0], *[group] * groups, outer[1], after], dim=1)
         inputs: Tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **tensors}
         marks = (ids == placeholder).long()
         if "mm_token_type_ids" in self.takes:
@@ -154,21 +226,6 @@ class Recipes:
         if "token_type_ids" in self.takes:
             inputs["token_type_ids"] = marks
         return self._with_decoder(inputs)
-
-    def _rows(self, kind: str, tensors: Tensors, placeholder: int) -> int:
-        """How many tokens these pixels or this sound become."""
-        features = getattr(self.model, f"get_{kind}_features", None)
-        if features is not None:
-            takes = self._media.own_parameters(kind)
-            return rows(features(**place({k: v for k, v in tensors.items() if k in takes}, self.model)))
-        # A model without such a method: try one placeholder, and see what its projector makes before anything else happens.
-        width = int(first_value(getattr(self.config, "text_config", self.config), "hidden_size") or 0)
-        made: list[int] = []
-        with _watching(self.model, width, made), suppress(Exception):
-            self.model(**place(self._around(kind, tensors, placeholder, 1), self.model))
-        if not made:
-            raise ValueError(f"{type(self.model).__name__} does not show how many tokens an input of kind {kind} fills")
-        return made[-1]
 
     def _brackets(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
@@ -193,22 +250,10 @@ class Recipes:
         return token if isinstance(token, int) else None
 
 
-@contextmanager
-def _watching(model: Any, width: int, made: list[int]) -> Iterator[None]:
-    """Inside, `made` gets the number of rows of every projector output that is `width` wide."""
-
-    def look(_module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.dim() and output.shape[-1] == width:
-            made.append(output.numel() // width)
-
-    handles = [
-        m.register_forward_hook(look) for n, m in model.named_modules() if _PROJECTOR.search(n.rpartition(".")[2])
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def required(method: Any) -> set[str]:
+    """Names of the parameters that a method cannot do without."""
+    given = inspect.signature(method).parameters.values()
+    return {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - {"self"}
 
 
 def text_room(config: Any) -> int | None:
@@ -250,21 +295,3 @@ def place(inputs: Tensors, model: Any) -> Tensors:
             value = value.to(device=anchor.device, dtype=kind)
         placed[name] = value
     return placed
-
-
-def rows(features: Any) -> int:
-    """How many tokens the output of a vision or audio part fills."""
-    pooled = getattr(features, "pooler_output", None)
-    features = features if pooled is None else pooled
-    if isinstance(features, torch.Tensor):
-        return int(features.numel() // features.shape[-1])
-    if isinstance(features, list | tuple):
-        return sum(
-            rows(part)
-            for part in (features if isinstance(features, list) else features[:1] if _nested(features) else features)
-        )
-    return rows(features.last_hidden_state)
-
-
-def _nested(features: tuple[Any, ...]) -> bool:
-    return bool(features) and isinstance(features[0], list | tuple)
