@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +12,10 @@ pytest.importorskip("torch")
 
 from ckaudit import checks
 from ckaudit.engines.host import WorkerHost
+from ckaudit.engines.vllm import parallel
+from ckaudit.engines.vllm.ranks import Layout
 from ckaudit.findings import Finding
+from ckaudit.naming import printable
 from ckaudit.plan import Plan
 from tests.toy import checkpoint
 from tests.vllm.mini import ENV, Shapes, good, replay
@@ -44,6 +49,17 @@ def test_a_refused_size_is_a_finding_and_a_good_one_is_not(host: WorkerHost) -> 
     (found,) = refused(replay(host, good(), tp=(2, 8)))
     assert (found.severity, found.blame, found.found) == ("error", "environment", "tp 8")
     assert found.mend == "Serve it over tp 2, which loads."
+
+
+def test_a_mistake_of_ckaudit_is_no_refusal() -> None:
+    def refuses(*_: object) -> Any:
+        raise TypeError("the release says no")
+
+    rows = [
+        parallel.row(Layout(2), load, [], parallel.Alone(cast(Any, None), {}), math.inf)
+        for load in (refuses, lambda *_: printable(cast(Any, 1)))
+    ]
+    assert [row["verdict"] for row in rows] == ["fails", "not_judged"]
 
 
 def test_a_checkpoint_that_fails_on_one_rank_is_told_once(host: WorkerHost) -> None:

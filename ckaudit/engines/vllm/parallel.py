@@ -15,6 +15,7 @@ from ckaudit.engines.vllm.design import parameter_by_design
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.ranks import Layout
 from ckaudit.engines.vllm.words import message
+from ckaudit.errors import is_own_slip
 from ckaudit.header import DTYPE_BITS
 
 PP, EP = "pipeline_parallel_size", "enable_expert_parallel"
@@ -51,7 +52,7 @@ def row(layout: Layout, load: Load, tensors: Sequence[TensorSpec], alone: Alone,
         try:
             attempt = load(tensors, layout, rank)
         except Exception as error:  # noqa: BLE001  (a layout that the release refuses; it built the model on one rank)
-            verdict = "not_judged" if stubs.touched(error) else "fails"
+            verdict = "not_judged" if stubs.touched(error) or is_own_slip(error) else "fails"
             return out | {"verdict": verdict, "error": message(error)}
         if attempt.raised is not None:
             verdict = "fails" if attempt.raised.excuse is None else "not_judged"
