@@ -57,6 +57,12 @@ def test_inf_in_a_mask_is_what_masks_are_made_of() -> None:
     assert found(stats("h.0.attn.mask", (8, 8), inf=28)) == {}
 
 
+def test_inf_as_a_bound_says_that_there_is_none() -> None:
+    assert found(stats("layers.0.ffw_layer_1.input_max", (), count=1, inf=1)) == {}
+    assert found(stats("layers.0.input_max", (64,), inf=1)) == {"CK501": ("layers.0.input_max",)}
+    assert found(stats("layers.0.scale", (), count=1, inf=1)) == {"CK501": ("layers.0.scale",)}
+
+
 def test_nan_in_a_mask_is_not() -> None:
     assert found(stats("h.0.attn.mask", (8, 8), nan=1)) == {"CK501": ("h.0.attn.mask",)}
 
@@ -152,10 +158,8 @@ def drawn(name: str, **fields: Any) -> TensorStats:
 
 def test_weights_as_initialised() -> None:
     assert found(drawn("model.layers.0.mlp.up_proj.weight")) == {"CK506": ("model.layers.0.mlp.up_proj.weight",)}
-    quarter = drawn(
-        "a.weight", kurtosis=3.02, kurtosis_count=1024 * 1024
-    )  # five standard errors and a rounding are 0.026
-    assert found(quarter) == {"CK506": ("a.weight",)}
+    some = drawn("a.weight", kurtosis=3.02, kurtosis_count=1024 * 1024)  # five standard errors and a rounding are 0.026
+    assert found(some) == {"CK506": ("a.weight",)}
 
 
 def test_torchs_default_for_a_linear_layer_is_an_initialisation_too() -> None:

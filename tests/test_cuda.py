@@ -78,6 +78,23 @@ def test_every_dtype_arrives_whole_and_is_judged_as_on_the_cpu(dtype: str, tmp_p
         assert found.std == pytest.approx(true.std, rel=1e-3)
 
 
+def test_what_the_loader_makes_other_tensors_of_is_let_go_on_the_way(tmp_path: Path) -> None:
+    """Both forms of all would be twice the size; both forms of what is ahead, and what waits to be reduced together, are 0.6 of it."""
+    total, each = 512 << 20, 16 << 20
+    files, tensors, _ = stored(tmp_path, {f"t{i}": each for i in range(total // each)}, "BF16")
+    layout = plan(tensors, natural_key, (), 8 << 20, 1 << 20)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with (
+        values.Scan(layout, GPU) as scan,
+        DeviceStream(layout, files, GPU, readers=2, ahead=64 << 20, ready=scan.ready, calm=scan.calm) as stream,
+    ):
+        made = [stream.take(index).to(torch.float16) for index in range(len(tensors))]
+        stream.join()
+    assert len(scan.finish(MappedFiles(files).read)) == len(made)
+    assert torch.cuda.max_memory_allocated() - before < 1.6 * total
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_architecture_loads_and_runs(kind: str, tmp_path: Path) -> None:
     tiny_models.save(kind, tmp_path)

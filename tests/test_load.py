@@ -590,6 +590,12 @@ def test_memory_is_estimated_before_anything_is_loaded() -> None:
     halved = estimate(tensors, "BF16", None, device="cuda")
     assert (halved.steady, halved.casts) == (2_000_080, True)
     assert halved.peak - halved.steady >= 4_000_000  # both forms of the largest tensor
+    assert (as_stored.ahead, halved.ahead > 0) == (0, True)
+    half = [Stored("a", 0, "BF16", (1000, 1000), 0, 2_000_000)]
+    other = estimate(half, "F16", None, device="cuda")
+    assert (other.steady, other.casts, other.ahead > 0) == (2_000_000, True, True)  # of one size, and another tensor
+    assert estimate(half, "F16", None, device="cpu").peak >= 2_000_000  # no view of the file any more
+    assert not estimate(half, "BF16", None, device="cuda").casts
     fp8 = [Stored("w", 0, "F8_E4M3", (1000, 1000), 0, 1_000_000)]
     assert (
         estimate(fp8, "BF16", {"quant_method": "fp8"}, device="cpu").steady == 2_000_000

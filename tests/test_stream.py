@@ -158,6 +158,15 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
         stream.take(0)
 
 
+def test_the_loader_gets_a_tensor_when_it_is_calm(tmp_path: Path) -> None:
+    files = Files(tmp_path, [[100, 200]])
+    layout = plan(files.tensors, natural_key)
+    asked: list[str] = []
+    with DeviceStream(layout, files.paths, CPU, calm=lambda: asked.append("calm")) as stream:
+        assert taken(layout, stream) == files.bytes
+    assert asked == ["calm"] * 2
+
+
 def test_leaving_early_ends_the_threads(tmp_path: Path) -> None:
     files = Files(tmp_path, [[1000] * 50])
     before = threading.active_count()

@@ -28,7 +28,7 @@ class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
     kurtosis: float | None = None
     """The 4th standardised moment (3 for a normal distribution); None where it says nothing."""
     kurtosis_count: int = 0
-    """Elements that it was taken over: all that are finite, or a quarter of a large tensor on a GPU."""
+    """Elements that it was taken over: all that are finite, or the first of a large tensor on a GPU."""
     digest: int = 0
     """Equal for equal bytes; different bytes rarely share it."""
 

@@ -18,6 +18,8 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DEQUANTIZED = {"fp8": {"F8_E4M3": (1, 16)}, "mxfp4": {"U8": (2, 16)}}
 _FORWARD = 256 << 20
 """Bytes. Activations, logits and library workspaces of one short forward pass."""
+_AHEAD = 512 << 20
+"""Bytes that run ahead of a loader that makes other tensors of what it reads, at least: enough to keep the readers busy."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -30,6 +32,8 @@ class Estimate(msgspec.Struct, frozen=True):
     free: int | None = None
     casts: bool = False
     """Whether tensors are changed on the way, so that both forms are there for a moment."""
+    ahead: int = 0
+    """Bytes that wait on the device, as read, for the loader to change them; 0 where nothing is changed."""
 
 
 def estimate(
@@ -45,20 +49,24 @@ def estimate(
     casts = False
     for tensor in tensors:
         elements = prod(tensor.shape)
-        size = tensor.nbytes
+        size: int | None = None
         if tensor.dtype in changes:
             factor, bits = changes[tensor.dtype]
             size = elements * factor * bits // 8
         elif dtype is not None and tensor.dtype in _FLOATS and dtype in _FLOATS and tensor.dtype != dtype:
             size = elements * DTYPE_BITS[dtype] // 8
-        if size != tensor.nbytes:
+        if size is None:
+            size = tensor.nbytes
+        else:  # also where both dtypes are of one size
             casts = True
             largest = max(largest, tensor.nbytes)
             owned += size
         steady += size
         read += tensor.nbytes
     held = owned if device == "cpu" else steady
-    return Estimate(steady=steady, peak=held + largest + _FORWARD, read=read, casts=casts)
+    ahead = max(_AHEAD, read // 20) if casts and device != "cpu" else 0
+    peak = held + largest + min(ahead, read) + _FORWARD
+    return Estimate(steady=steady, peak=peak, read=read, casts=casts, ahead=ahead)
 
 
 def require(wanted: Estimate, free: int, device: str) -> Estimate:

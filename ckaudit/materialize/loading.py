@@ -30,8 +30,6 @@ from ckaudit.materialize.watch import Watch
 _DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 _COLD = 0.5
 """Share of the files in the page cache below which reading is a matter of the disk."""
-_AHEAD = 512 << 20
-"""Bytes that run ahead of a loader that casts, at least."""
 _SWITCH = 2e-5
 """Seconds. Reader threads need the interpreter for moments only, and must get it while the loader computes."""
 
@@ -114,9 +112,9 @@ def _source(
         device,
         readers=job.options.readers,
         access=_access(job),
-        # Where tensors are cast, both forms of all that runs ahead are in memory.
-        ahead=max(_AHEAD, layout.nbytes // 20) if needed.casts else UNBOUNDED,
+        ahead=needed.ahead if needed.casts else UNBOUNDED,
         ready=ready,
+        calm=scan.calm if scan else None,
         moved=watch.moved,
     )
 

@@ -35,7 +35,8 @@ class DeviceStream:
     """The tensors of a layout, streamed to `device` by `readers` threads; a context manager that ends them.
 
     `ahead` bounds the bytes that run ahead of the loader: no bound where it keeps tensors as they are, few where it makes others of them.
-    `moved` is told the size of each chunk that went over.
+    `calm` is called before each tensor is handed over, and returns when the loader may have it. `moved` is told the size of each chunk
+    that went over.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class DeviceStream:
         access: Access = "buffered",
         ahead: int = UNBOUNDED,
         ready: Ready | None = None,
+        calm: Callable[[], object] | None = None,
         moved: Callable[[int], None] | None = None,
     ) -> None:
         self._layout, self._files, self._device, self._access = layout, files, device, access
-        self._ahead, self._ready, self._moved = ahead, ready, moved
+        self._ahead, self._ready, self._calm, self._moved = ahead, ready, calm, moved
         self._cuda = device.type == "cuda"
         self._condition = threading.Condition()
         self._next = self._wanted = self._taken = 0
@@ -114,6 +116,8 @@ class DeviceStream:
 
         Raises what reading raised.
         """
+        if self._calm is not None:
+            self._calm()
         tensor = self._layout.tensors[index]
         arena, offset = self._layout.home[index]
         with self._condition:

@@ -22,8 +22,8 @@ from ckaudit.materialize.reductions import SMALL, Rows, blocks
 
 _PAUSE = 0.005
 """Seconds between two looks at what has arrived: each takes the interpreter from the readers."""
-_LOOKS = 64
-"""Waiting allocations that are looked at each time, at least; of very many a 16th."""
+_LOOKS = 8
+"""Waiting allocations that are looked at each time, until some are found that nobody holds."""
 _TOGETHER = 256
 """Tensors of one dtype and size that are reduced at once, at most."""
 _APART = 8 << 20
@@ -40,7 +40,7 @@ class Scan:
 
     On a GPU a thread and a stream of its own reduce them, when everything has arrived: before that each call would take the interpreter
     from the readers. Memory that nobody else holds any more (the loader made something else of it, another dtype say) is reduced and let
-    go on the way, and the readers wait meanwhile: else they would fill the device faster than it is emptied.
+    go on the way, and the loader waits meanwhile (`calm`): else it would fill the device faster than it is emptied.
     Tensors too small to be worth launches of their own wait for others of their kind.
     """
 
@@ -72,12 +72,15 @@ class Scan:
             self._thread.join()
 
     def ready(self, arena: int, block: torch.Tensor, events: Sequence[Any]) -> None:
-        """Reduce one allocation (flat uint8) behind `events`; on a GPU later, while memory is let go the caller waits."""
+        """Reduce one allocation (flat uint8) behind `events`; on a GPU it returns at once."""
         if self._thread is not None:
-            self._calm.wait()
             self._told.append((arena, block.detach(), events))  # a tensor of our own: other holders can be counted
         else:
             self._reduce(self._layout.arenas[arena], block)
+
+    def calm(self) -> None:
+        """Return once no memory waits to be let go. For the loader, before it makes more."""
+        self._calm.wait()
 
     def finish(self, reread: Callable[[Stored], torch.Tensor]) -> tuple[TensorStats, ...]:
         """After the context: what was found, in the order of the layout. Raises what reducing raised.
@@ -110,8 +113,12 @@ class Scan:
                         self._calm.clear()
                         self._reduce_all(gone, stream)
                         self._calm.set()
-                _drain(self._told, waiting)
-                self._reduce_all(waiting, stream)
+                for arena, block, _ in (
+                    *waiting,
+                    *self._told,
+                ):  # all is there, and nothing is freed until this thread ends
+                    self._reduce(self._layout.arenas[arena], block)
+                self._flush_all()
             stream.synchronize()
         except BaseException as error:  # noqa: BLE001  (raised again by `finish`)
             self._error = error
@@ -129,14 +136,24 @@ class Scan:
         self._flush_all()
 
     def _reduce(self, arena: Arena, block: torch.Tensor) -> None:
+        if len(arena.members) == 1:
+            self._reduce_one(arena.members[0][0], block)
+            return
         for members in _alike(arena, self._layout.tensors):
             first = self._layout.tensors[members[0][0]]
             start = members[0][1]
             flat = block[start : start + first.nbytes * len(members)].view(len(members), first.nbytes)
-            if len(members) > 1 or first.nbytes > self._apart:
+            if len(members) > 1:
                 self._rows += blocks(tuple(m for m, _ in members), first.dtype, flat)
             else:
-                self._wait(members[0][0], first, flat[0])
+                self._reduce_one(members[0][0], flat[0])
+
+    def _reduce_one(self, number: int, flat: torch.Tensor) -> None:
+        tensor = self._layout.tensors[number]
+        if tensor.nbytes > self._apart:
+            self._rows += blocks((number,), tensor.dtype, flat.view(1, -1))
+        elif tensor.nbytes:
+            self._wait(number, tensor, flat)
 
     def _wait(self, number: int, tensor: Stored, flat: torch.Tensor) -> None:
         """Reduce a tensor together with others of its kind, once there are enough."""
@@ -166,11 +183,18 @@ def _drain(source: deque[_Told], into: deque[_Told]) -> None:
 
 
 def _let_go_of(waiting: deque[_Told]) -> deque[_Told]:
-    """Take those out whose memory nobody else holds any more, of the next few."""
+    """Take those out whose memory nobody else holds any more: of the next few, and where there are any, of all."""
     gone: deque[_Told] = deque()
-    for _ in range(min(len(waiting), max(_LOOKS, len(waiting) // 16))):
+    looks = min(_LOOKS, len(waiting))
+    while looks:
         oldest = waiting.popleft()
-        (gone if _let_go(oldest[1]) else waiting).append(oldest)
+        looks -= 1
+        if not _let_go(oldest[1]):
+            waiting.append(oldest)
+            continue
+        if not gone:
+            looks = len(waiting)
+        gone.append(oldest)
     return gone
 
 
