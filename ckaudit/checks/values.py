@@ -31,6 +31,7 @@ _ZERO_BY_DESIGN = re.compile(
 _EMBEDDING = re.compile(r"(^|[._])(lm_head|embed|shared|wte|output|word_embeddings)")
 # Positions that are computed, not learned, are the same in an encoder and its decoder.
 _POSITIONS = re.compile(r"position|pos_emb|sinusoid", re.IGNORECASE)
+_LIMIT = re.compile(r"(^|[._])(min|max|limit|bound|clip)$")
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
 _FRACTIONS = FLOATS | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"}
@@ -80,7 +81,7 @@ def _finding(
 
 
 def _not_finite(seen: Observed) -> list[Finding]:
-    bad = [s for s in seen.stats if s.nan or (s.inf and not is_buffer(s.name))]
+    bad = [s for s in seen.stats if s.nan or (s.inf and not is_buffer(s.name) and not _no_limit(s))]
     if not bad:
         return []
     nan, inf = sum(s.nan for s in bad), sum(s.inf for s in bad)
@@ -97,6 +98,11 @@ def _not_finite(seen: Observed) -> list[Finding]:
             found=f"{nan} NaN, {inf} Inf",
         )
     ]
+
+
+def _no_limit(tensor: TensorStats) -> bool:
+    """Whether a number bounds what goes through a layer, and Inf says that nothing is cut off."""
+    return tensor.count == 1 and _LIMIT.search(tensor.name) is not None
 
 
 def _flat(seen: Observed) -> list[Finding]:

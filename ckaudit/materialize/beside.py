@@ -53,6 +53,10 @@ class Beside:
         """Normal noise of this shape."""
         return torch.randn(shape, generator=self._random)
 
+    def part(self, key: str) -> Any:
+        """The config of a part; None where there is none."""
+        return getattr(self._config, key, None)
+
     def size(self, *keys: str) -> int | None:
         """The first of these settings that is a number."""
         value = first_value(self._config, *keys)
@@ -129,6 +133,26 @@ def _pixels_seen(_beside: Beside, inputs: Tensors) -> torch.Tensor | None:
     return None if pixels is None or pixels.dim() != 4 else torch.ones((1, *pixels.shape[-2:]), dtype=torch.long)
 
 
+def _pictures_seen(_beside: Beside, inputs: Tensors) -> torch.Tensor | None:
+    """(1, pictures): all of them are there. Where a mask of pixels is meant, the model can do without."""
+    pixels = _tensor(inputs, "pixel_values")
+    return None if pixels is None or pixels.dim() != 5 else torch.ones(pixels.shape[:2], dtype=torch.bool)
+
+
+def _looked_at(_beside: Beside, inputs: Tensors) -> torch.Tensor | None:
+    """(1, n, pictures): every word looks at every picture."""
+    count, pixels = _tokens(inputs), _tensor(inputs, "pixel_values")
+    if count is None or pixels is None or pixels.dim() != 5:
+        return None
+    return torch.ones((1, count, pixels.shape[1]), dtype=torch.long)
+
+
+def _enlarged(beside: Beside, inputs: Tensors) -> torch.Tensor | None:
+    """The same pictures for a second vision part that wants them larger."""
+    pixels, side = _tensor(inputs, "pixel_values"), getattr(beside.part("high_res_vision_config"), "image_size", None)
+    return None if pixels is None or not isinstance(side, int) else beside.noise(*pixels.shape[:-2], side, side)
+
+
 def _words(beside: Beside, _inputs: Tensors) -> torch.Tensor:
     return torch.ones((1, beside.size("task_seq_len") or _REGIONS), dtype=torch.long)
 
@@ -171,6 +195,9 @@ _MAKERS: dict[str, _Maker] = {
     "feature_attention_mask": _sound_mask,
     "padding_mask": _sound_mask,
     "pixel_mask": _pixels_seen,
+    "pixel_attention_mask": _pictures_seen,
+    "image_attention_mask": _looked_at,
+    "high_res_pixel_values": _enlarged,
     "prompt_pixel_values": _like("pixel_values"),
     "prompt_masks": _like("pixel_values"),
     "state": _noise(1, keys=("max_state_dim",)),

@@ -84,6 +84,7 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
                 and not ((origin == "config" or kind == "text") and lacking(error, inputs, model))
             ):
                 refused.append(origin)
+                failures[origin] = in_one_line(error)  # not what it said for want of something
             continue
         if done["status"] == "ran":
             reason = f"{_PROCESSOR}: {failures[_PROCESSOR]}" if _PROCESSOR in failures else None
@@ -141,8 +142,8 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
     seconds = time.perf_counter() - start
     if kind != "text" and not _looked(model, inputs, probe, extra):
         return {"status": "ignored"}
-    shapes, finite = _outputs(output)
     culprit = probe.first()
+    shapes, finite = _outputs(output, masked=culprit is None)
     return {
         "kind": kind,
         "status": "ran",
@@ -180,8 +181,8 @@ def _told_of(culprit: Any) -> dict[str, Any]:
     return {"module": culprit.module, "class": culprit.kind, "nan": culprit.nan, "inf": culprit.inf}
 
 
-def _outputs(output: Any) -> tuple[dict[str, list[int]], bool]:
-    """Shapes of the output's tensors by name, and whether all of them are finite."""
+def _outputs(output: Any, *, masked: bool) -> tuple[dict[str, list[int]], bool]:
+    """Shapes of the output's tensors by name, and whether all of them are finite. `masked`: -Inf is a mask, where not all is."""
     named = dict(output) if isinstance(output, dict) else {"output": output}
     shapes: dict[str, list[int]] = {}
     finite = True
@@ -190,7 +191,9 @@ def _outputs(output: Any) -> tuple[dict[str, list[int]], bool]:
         for number, tensor in enumerate(found):
             shapes[name if len(found) == 1 else f"{name}.{number}"] = list(tensor.shape)
             if tensor.is_floating_point():
-                finite = finite and bool(torch.isfinite(tensor).all().item())
+                fine = torch.isfinite(tensor)
+                whole = bool((fine | torch.isneginf(tensor)).all().item()) and bool(fine.any().item())
+                finite = finite and (bool(fine.all().item()) or (masked and whole))
     return shapes, finite
 
 
@@ -201,15 +204,16 @@ def _fingerprint(output: Any) -> dict[str, Any] | None:
         tensor = next(iter(tensors_in(named.get(name))), None)
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
             last = tensor.float().reshape(-1, tensor.shape[-1])[-1] if tensor.dim() else tensor.float().reshape(1)
+            every = tensor.float() if tensor.dim() > 3 else last  # a row of a map may be one colour
             values, ids = torch.topk(last, min(TOP, last.numel()))
             # NaN is not JSON.
             logits = [v if v == v and abs(v) != float("inf") else None for v in values.tolist()]
-            spread = last.max() - last.min()
+            spread = every.max() - every.min()
             return {
                 "of": name,
                 "ids": ids.tolist(),
                 "logits": logits,
-                "flat": bool((spread == 0).item()) and last.numel() > 1,
+                "flat": bool((spread == 0).item()) and every.numel() > 1,
             }
     return None
 

@@ -14,9 +14,12 @@ Tensors = dict[str, Any]
 _SIDE = 8
 """Patches along each side of an image: few, and a multiple of every merge factor in use (2, and 2 twice)."""
 FRAMES = 4
+_LARGER = 4
+"""Times the size that the config names: of models that look at a picture in several sizes."""
 _LONGEST = 3000
 """Frames of sound: the 30 s of Whisper, the longest window that a model insists on."""
 _MELS = (
+    "input_size",
     "num_mel_bins",
     "feature_size",
     "n_mels",
@@ -57,7 +60,8 @@ class Media:
         if "grid_thw" in takes:  # a vision part by itself, which may call its patches hidden states
             name = "pixel_values" if "pixel_values" in takes else "hidden_states"
             sizes = {"merge_sizes": torch.ones(1, dtype=torch.long)} if "merge_sizes" in takes else {}
-            yield {name: self.noise(n, self._patch_width()), "grid_thw": torch.tensor([[1, _SIDE, _SIDE]]), **sizes}
+            for pixels in (self.noise(n, self._patch_width()), self.noise(n, channels, patch, patch)):
+                yield {name: pixels, "grid_thw": torch.tensor([[1, _SIDE, _SIDE]]), **sizes}
             return
         if "aspect_ratio_ids" in takes:
             tiles = int(first_value(self._vision, "max_num_tiles") or 1)
@@ -68,7 +72,8 @@ class Media:
                 "aspect_ratio_mask": torch.ones((1, 1, tiles), dtype=torch.long),
             }
         if "flattened_patches" in takes:  # each with its row and column before its pixels
-            patches = torch.cat([1 + _places().float()[None], self.noise(1, n, channels * patch * patch)], dim=-1)
+            width = int(first_value(self._vision, "patch_embed_hidden_size") or channels * patch * patch)
+            patches = torch.cat([1 + _places().float()[None], self.noise(1, n, width)], dim=-1)
             yield {"flattened_patches": patches, "attention_mask": torch.ones((1, n), dtype=torch.long)}
             return
         if "image_grid_thw" in takes:
@@ -76,6 +81,10 @@ class Media:
                 "pixel_values": self.noise(n, self._patch_width()),
                 "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
                 **({"image_merge_sizes": torch.ones(1, dtype=torch.long)} if "image_merge_sizes" in takes else {}),
+            }
+            yield {
+                "pixel_values": self.noise(n, channels, patch, patch),
+                "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
             }
         if "image_grid_hw" in takes:
             yield {"pixel_values": self.noise(n, self._patch_width()), "image_grid_hw": _grid(1)}
@@ -97,6 +106,7 @@ class Media:
         for tiles in (*([self.frames] if self.frames else []), 1, 2, 3, 5):
             yield {"pixel_values": self.noise(1, tiles, channels, high, wide), **variants[0]}
         yield {"pixel_values": self.noise(1, n, self._patch_width())}
+        yield {"pixel_values": self.noise(1, channels, _LARGER * high, _LARGER * wide)}
 
     def _videos(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("video")
@@ -152,6 +162,11 @@ class Media:
         features = features_method(self._model, kind)
         return set() if features is None else parameters(features)
 
+    def needed(self, kind: str) -> set[str]:
+        """What it cannot do without."""
+        features = features_method(self._model, kind)
+        return set() if features is None else needed(features)
+
     def _picture(self) -> tuple[int, int, tuple[int, int]]:
         """Channels, patch size, and the height and width of an image."""
         channels = first_value(self._vision, "num_channels", "in_channels", "in_chans") or 3
@@ -170,6 +185,12 @@ class Media:
 def parameters(method: Any) -> set[str]:
     """Names of the parameters of a method."""
     return set(inspect.signature(method).parameters)
+
+
+def needed(method: Any) -> set[str]:
+    """Names of the parameters that a method cannot do without."""
+    given = inspect.signature(method).parameters.values()
+    return {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - {"self"}
 
 
 def features_method(model: Any, kind: str) -> Any:

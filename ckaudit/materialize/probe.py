@@ -23,7 +23,7 @@ class Probe:
     """Watches every module's outputs, in the order in which they are computed: the innermost module comes first."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+        self._seen: list[tuple[str, str, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         self.ran: set[str] = set()
         """Paths of the modules that computed something."""
 
@@ -32,7 +32,8 @@ class Probe:
         """Inside, outputs are looked at."""
         handles = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_hook(self._hook(name, type(module).__name__)))
+            weighs = next(module.parameters(recurse=False), None) is not None
+            handles.append(module.register_forward_hook(self._hook(name, type(module).__name__, weighs=weighs)))
         try:
             yield
         finally:
@@ -40,18 +41,25 @@ class Probe:
                 handle.remove()
 
     def first(self) -> Culprit | None:
-        """The first module that gave NaN; where none did, the first that gave Inf."""
-        culprits = [Culprit(name, kind, bool(nan.item()), bool(inf.item())) for name, kind, nan, inf in self._seen]
+        """The first module that gave NaN; where none did, the first that gave Inf.
+
+        -Inf alone from a module without weights of its own is what a mask is made of, and not meant.
+        """
+        culprits = [
+            Culprit(name, kind, bool(nan.item()), bool(inf.item() if up is None else up.item()))
+            for name, kind, nan, inf, up in self._seen
+        ]
         bad = [c for c in culprits if c.nan or c.inf]
         return next((c for c in bad if c.nan), bad[0] if bad else None) if bad else None
 
-    def _hook(self, name: str, kind: str) -> Any:
+    def _hook(self, name: str, kind: str, *, weighs: bool) -> Any:
         def look(_module: Any, _inputs: Any, output: Any) -> None:
             self.ran.add(name)
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
                     value = tensor.detach()
-                    self._seen.append((name, kind, torch.isnan(value).any(), torch.isinf(value).any()))
+                    up = None if weighs else torch.isposinf(value).any()
+                    self._seen.append((name, kind, torch.isnan(value).any(), torch.isinf(value).any(), up))
 
         return look
 

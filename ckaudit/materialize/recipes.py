@@ -16,7 +16,7 @@ import torch
 from ckaudit.materialize import counting
 from ckaudit.materialize.beside import Beside
 from ckaudit.materialize.classes import first_value, sub_configs
-from ckaudit.materialize.media import FRAMES, Media, Tensors, parameters
+from ckaudit.materialize.media import FRAMES, Media, Tensors, needed, parameters
 
 _INPUT = re.compile(
     "pixel|patches|image|video|audio|visual|speaker|bbox|qformer|codes|_values$|feats$|features$|^states?$"
@@ -39,7 +39,7 @@ class Recipes:
         self.length = min(length, self.room or length)
         self._random = torch.Generator().manual_seed(seed)
         self.takes = set(parameters(model.forward))
-        self._required = required(model.forward)
+        self._required = needed(model.forward)
         self._media = Media(model, self.takes, self._random)
         self._beside = Beside(model.config, self._random)
         self.frames = self._media.frames
@@ -67,10 +67,11 @@ class Recipes:
 
     def candidates(self, kind: str) -> Iterator[Callable[[], Tensors]]:
         """Ways to make an input of this kind, the likeliest first; one that does not fit the model raises when it is made or run."""
-        yield from self._with(kind, self._required)
+        must = self._required | self._media.needed(kind)
+        yield from self._with(kind, must)
         # What is given only where nothing works without it: parameters that the model could do without, says its signature.
         more = self.takes | self._media.own_parameters(kind)
-        if self._beside.knows(more - self._required):
+        if self._beside.knows(more - must):
             yield from self._with(kind, more)
 
     def _with(self, kind: str, names: set[str]) -> Iterator[Callable[[], Tensors]]:
@@ -142,11 +143,13 @@ class Recipes:
         return drawn
 
     def _vocabulary(self) -> int:
-        """How many ids have an embedding, as the model itself has it: parts of a config may contradict each other."""
+        """How many ids have an embedding, in the model and in its text part: parts of a config may contradict each other."""
+        named = first_value(getattr(self.config, "text_config", None) or self.config, "vocab_size")
         try:
-            return int(self.model.get_input_embeddings().num_embeddings)
+            rows = int(self.model.get_input_embeddings().num_embeddings)
         except (AttributeError, NotImplementedError, TypeError):
-            return int(first_value(self.config, "vocab_size") or 32)
+            return int(named or 32)
+        return min(rows, named) if isinstance(named, int) and named > 0 else rows
 
     def complete(self, inputs: Tensors) -> Tensors:
         """The inputs with what the decoder of an encoder-decoder model needs besides."""
@@ -248,12 +251,6 @@ class Recipes:
             token = self._vocabulary() - 1 - _SPECIAL.index(kind)
             setattr(self.config, names[0], token)
         return token if isinstance(token, int) else None
-
-
-def required(method: Any) -> set[str]:
-    """Names of the parameters that a method cannot do without."""
-    given = inspect.signature(method).parameters.values()
-    return {p.name for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - {"self"}
 
 
 def text_room(config: Any) -> int | None:
