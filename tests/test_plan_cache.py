@@ -12,7 +12,7 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines import EngineOptions, Job
 from ckaudit.engines import cache as caches
 from ckaudit.engines.cache import PlanCache, key
-from ckaudit.plan import NameFate, Plan
+from ckaudit.plan import Draft, NameFate, Plan, Unjudged
 
 PLAN = Plan(id="x", engine="x", release="1", method="live", names=(NameFate(name="a", fate="loaded", read=0.5),))
 JOB = Job(
@@ -47,6 +47,32 @@ def test_what_was_not_judged_is_not_kept(tmp_path):
     cache = PlanCache(tmp_path)
     cache.put("k", msgspec.structs.replace(PLAN, not_judged="no library"))
     assert cache.get("k") is None
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"tp": ({"size": 2, "verdict": "not_judged", "error": "the budget of time was used up before rank 1"},)},
+        {"draft": Draft("XMTP", "not_judged", "no such layer here")},
+        {"unjudged": (Unjudged("faults", "whether there are further faults: the budget of time is used up"),)},
+    ],
+)
+def test_nor_is_a_plan_of_which_a_part_was_not_judged(tmp_path, part):
+    cache = PlanCache(tmp_path)
+    cache.put("k", msgspec.structs.replace(PLAN, **part))
+    assert cache.get("k") is None
+
+
+def test_what_no_run_could_judge_is_kept(tmp_path):
+    whole = msgspec.structs.replace(
+        PLAN,
+        tp=({"size": 2, "verdict": "fails", "error": "ValueError: heads"},),
+        draft=Draft("XMTP", "loads"),
+        unjudged=(Unjudged("values", "whether the scales of fused shards are equal is in the data"),),
+    )
+    cache = PlanCache(tmp_path)
+    cache.put("k", whole)
+    assert cache.get("k") == whole
 
 
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "empty", "foreign"])
@@ -114,17 +140,23 @@ def test_the_key_changes_with_whatever_can_change_the_plan(other):
     assert key(other, {"torch": "2"}) != key(JOB, {"torch": "2"})
 
 
-def test_the_key_changes_with_the_software_and_not_with_the_rest(tmp_path):
-    code = tmp_path / "engine.py"
+def test_the_key_changes_with_the_software_and_not_with_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(caches, "CODE", tmp_path)
+    code = tmp_path / "header" / "text.py"
+    code.parent.mkdir()
     code.write_text("1")
-    first = key(JOB, {"torch": "2"}, [code])
-    assert first != key(JOB, {"torch": "3"}, [code])
-    assert first != key(JOB, {"torch": "2", "bitsandbytes": "1"}, [code])
-    assert first == key(
-        changed(name="copy/of-it", options=EngineOptions(budget=1.0, offline=True)), {"torch": "2"}, [code]
-    )
+    first = key(JOB, {"torch": "2"})
+    assert first != key(JOB, {"torch": "3"})
+    assert first != key(JOB, {"torch": "2", "bitsandbytes": "1"})
+    assert first == key(changed(name="copy/of-it", options=EngineOptions(budget=1.0, offline=True)), {"torch": "2"})
     code.write_text("2")
-    assert first != key(JOB, {"torch": "2"}, [code])
+    assert first != key(JOB, {"torch": "2"})
+
+
+def test_the_code_in_the_key_is_ckaudits_own():
+    assert {"naming.py", "header/text.py", "engines/vllm/replay.py"} <= {
+        p.relative_to(caches.CODE).as_posix() for p in caches.CODE.rglob("*.py")
+    }
 
 
 def test_home_is_a_folder_of_the_user_without_ckaudit_home(monkeypatch):

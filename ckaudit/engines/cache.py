@@ -1,8 +1,9 @@
 """Plans on disk: the second audit of the same checkpoint by the same software costs a look-up, and no import of torch.
 
-A plan is a function of what goes into its key: ckaudit and its engine code, the engine's release, every library that takes part, Python,
-the checkpoint's small files, its tensors' names, dtypes and shapes, and the options. Plans that were not judged are not kept: the
-environment that stood in the way may be mended by the next run.
+A plan is a function of what goes into its key: ckaudit's own code, the engine's release, every library that takes part, Python, the
+checkpoint's small files, its tensors' names, dtypes and shapes, and the options. A plan that rests on more (an engine that read values) is
+not given to the cache, and one of which a part was not judged is not kept: what stood in the way (the environment, the time) may be mended
+by the next run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from ckaudit.plan import Plan
 MAX_BYTES = 512 * 2**20
 """Size of the whole cache; the plans that were used least recently go first."""
 
+CODE = Path(ckaudit.__file__).parent
+"""ckaudit's own modules: a version does not tell one state of a checkout from the next, and engines share more than their folder."""
+
 _MARK = b"ckaudit plan 1\n"
 _DIGEST = hashlib.sha256().digest_size
 
@@ -35,8 +39,8 @@ def home() -> Path:
     return Path(os.environ.get("CKAUDIT_HOME") or platformdirs.user_cache_dir("ckaudit"))
 
 
-def key(job: Job, versions: Mapping[str, str], code: Iterable[Path] = ()) -> str:
-    """The name under which the plan of `job` is kept; `versions` are the software's that takes part, `code` the engine's own files."""
+def key(job: Job, versions: Mapping[str, str]) -> str:
+    """The name under which the plan of `job` is kept; `versions` are the software's that takes part."""
     options = msgspec.to_builtins(job.options)
     for spoken in ("budget", "offline", "cache"):  # they decide whether a plan is made, not what it says
         options.pop(spoken)
@@ -54,7 +58,7 @@ def key(job: Job, versions: Mapping[str, str], code: Iterable[Path] = ()) -> str
     digest.update(encoded(facts))
     digest.update(encoded(sorted((name, hashlib.sha256(text).hexdigest()) for name, text in job.texts.items())))
     digest.update(encoded([(t.name, t.dtype, t.shape) for t in job.tensors]))
-    for path in sorted(code):
+    for path in sorted(CODE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -82,8 +86,8 @@ class PlanCache:
         return plan
 
     def put(self, name: str, plan: Plan) -> None:
-        """Keep `plan`, unless it was not judged or is too big to leave room for others."""
-        if plan.not_judged is not None:
+        """Keep `plan`, unless a part of it was not judged or it is too big to leave room for others."""
+        if not _whole(plan):
             return
         body = msgspec.msgpack.encode(plan)
         if len(body) > self._max_bytes // 4:
@@ -116,3 +120,9 @@ class PlanCache:
             with suppress(OSError):
                 path.unlink()
             total -= size
+
+
+def _whole(plan: Plan) -> bool:
+    """Whether the checkpoint, its layouts and its draft model were judged, and the search for faults came to its end."""
+    verdicts = [plan.verdict, *(row["verdict"] for row in plan.tp), *([plan.draft.verdict] if plan.draft else [])]
+    return "not_judged" not in verdicts and all(one.topic != "faults" for one in plan.unjudged)

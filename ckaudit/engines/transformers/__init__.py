@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from pathlib import Path
 
 import msgspec
 from packaging.version import Version
@@ -101,7 +100,7 @@ class TransformersEngine:
         )
         if (reason := _unusable(versions) or beyond_reason(checkpoint.config, len(checkpoint.tensors))) is not None:
             return _finished(unjudged(job, reason), job)
-        name = key(job, versions, Path(__file__).parent.glob("*.py"))
+        name = key(job, versions)
         plan = self._cache.get(name) if options.cache else None
         if plan is None:
             with progress.task(f"transformers {job.release}"):

@@ -118,12 +118,13 @@ class VllmEngine:
         if reason := beyond_reason(config, len(checkpoint.tensors)) or _other_files(checkpoint, options):
             return self._finish(unjudged(job, reason), checkpoint)
         env, facts = self._place(options, progress)
-        name = key(job, versions | facts, Path(__file__).parent.glob("*.py"))
+        name = key(job, versions | facts)
         plan = self._cache.get(name) if options.cache else None
         if plan is None:
             with progress.task(self.id):
-                plan = self._run(job, env, Reader(checkpoint, options))
-            if options.cache:
+                read = Reader(checkpoint, options)
+                plan = self._run(job, env, read)
+            if options.cache and not read.asked:
                 self._cache.put(name, plan)
         return self._finish(plan, checkpoint)
 
@@ -243,9 +244,11 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
         self._source: Source | None = None
+        self.asked = False
 
     def __call__(self, name: str) -> bytes:
         """Raises OSError for a tensor that cannot be read, SourceError for a target that cannot."""
+        self.asked = True
         spec = self._checkpoint.tensors[name]
         shard = next((s for s in self._checkpoint.shards if s.path == spec.shard), None)
         if shard is None or shard.header is None:
