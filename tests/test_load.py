@@ -752,7 +752,6 @@ def test_one_process_under_torchrun_loads_as_without_it(llama: Path, monkeypatch
     """transformers' plan places nothing for a single process: its model would stay on the CPU, whatever was asked for."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which a load on the CPU sets: undone after the test
     result = run(llama, tp=True)
     assert (result.error, result.load["tp"]) == (None, 1)
     assert result.observed is not None

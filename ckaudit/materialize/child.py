@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -23,10 +24,15 @@ _LOST = ("device-side assert", "CUDA error", "device lost", "unspecified launch 
 
 
 def main() -> int:
-    """Run the job on stdin."""
+    """Run the job on stdin. What every job needs is imported before there is one: the parent audits names meanwhile."""
     emit = private_channel()
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=LoadJob)
-    run(job, emit)
+    with suppress(ImportError, OSError):  # told as a stage of the job
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # no load after all
+    run(msgspec.json.decode(line, type=LoadJob), emit)
     return 0
 
 
@@ -53,8 +59,6 @@ def _steps(job: LoadJob, watch: Watch, section: dict[str, Any], told: dict[str, 
         raise CkauditError(
             "--tp needs several processes.", "Start it as `torchrun --nproc-per-node N -m ckaudit load TARGET --tp`."
         )
-    if job.options.tp and job.options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers spreads a model over whatever accelerator torch sees
     with watch.stage("import"):
         import torch
         import transformers

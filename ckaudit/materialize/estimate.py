@@ -18,7 +18,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DEQUANTIZED = {"fp8": {"F8_E4M3": (1, 16)}, "mxfp4": {"U8": (2, 16)}}
 _FORWARD = 256 << 20
 """Bytes. Activations, logits and library workspaces of one short forward pass."""
-_AHEAD = 512 << 20
+_AHEAD = 1 << 30
 """Bytes that run ahead of a loader that makes other tensors of what it reads, at least: enough to keep the readers busy."""
 
 

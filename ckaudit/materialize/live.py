@@ -17,8 +17,8 @@ import msgspec
 from ckaudit.checkpoint import Checkpoint
 from ckaudit.checks import behaviour
 from ckaudit.findings import Finding
-from ckaudit.materialize.host import run_child
 from ckaudit.materialize.job import Event, LoadOptions
+from ckaudit.materialize.process import started
 from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
 
@@ -55,8 +55,8 @@ def load_vllm(
     def hear(event: Event) -> None:
         last.update(event.load or {})
 
-    with tempfile.TemporaryDirectory(prefix="ckaudit-vllm-") as scratch:
-        ending = run_child(argv, msgspec.json.encode(job), hear, progress or NullProgress(), cwd=scratch)
+    with tempfile.TemporaryDirectory(prefix="ckaudit-vllm-") as scratch, started(argv, cwd=scratch) as child:
+        ending = child.ask(msgspec.json.encode(job), hear, progress or NullProgress())
     section = {"status": "failed", "release": None, "error": ending or None, "seconds": None, "token": None} | last
     if ending and not last.get("finished"):
         section |= {"status": "not_judged", "error": f"The engine's process {ending}"}

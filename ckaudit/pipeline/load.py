@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,7 +47,7 @@ def load(
     downloaded first. Raises a CkauditError for a target that cannot be read or options that make no sense.
     """
     from ckaudit import checks
-    from ckaudit.materialize import files
+    from ckaudit.materialize import files, waiting
     from ckaudit.materialize import load as materialize
     from ckaudit.materialize.live import disagreements, load_vllm
 
@@ -56,32 +57,34 @@ def load(
     source = open_source(target, jobs=jobs, offline=offline, progress=progress)
     checkpoint = read_checkpoint(source, progress=progress, code=options.trust_remote_code, jobs=jobs)
     asked = EngineOptions(trust_remote_code=options.trust_remote_code, class_name=options.class_name, offline=offline)
-    plans = side_by_side(select("transformers"), lambda one: one.plan(checkpoint, asked, progress))
-    findings, skips = checks.run(checkpoint, plans)
-    plans = refused(plans, findings, checkpoint)
     loaded: LoadResult | None = None
     section: dict[str, Any] = {"status": "not_begun", "error": None}
-    if any(p.verdict == "fails" for p in plans) and not force and engine == "transformers":
-        section["error"] = "the audit of names says that it cannot load; --force loads all the same"
-    elif all(s.header is None for s in checkpoint.shards):
-        section["error"] = checkpoint.unaudited or "only the index is here, and none of the files that it names"
-    else:
-        folder = source.folder(files.needed_files(checkpoint, options))
-        if engine == "vllm":
-            live = load_vllm(checkpoint, folder, options, progress=progress)
-            predicted: tuple[Plan, ...] = ()
-            if live.plan.release is not None:
-                predicted = side_by_side(select(live.plan.id), lambda one: one.plan(checkpoint, asked, progress))
-            plans, section = (*predicted, live.plan), {"engine": "vllm", **live.section}
-            findings, skips = checks.run(checkpoint, plans)
-            findings = (*findings, *disagreements(live.plan, predicted))
+    # The child starts, and imports what it needs, while the names are audited.
+    with waiting(options) if engine == "transformers" else nullcontext() as child:
+        plans = side_by_side(select("transformers"), lambda one: one.plan(checkpoint, asked, progress))
+        findings, skips = checks.run(checkpoint, plans)
+        plans = refused(plans, findings, checkpoint)
+        if any(p.verdict == "fails" for p in plans) and not force and engine == "transformers":
+            section["error"] = "the audit of names says that it cannot load; --force loads all the same"
+        elif all(s.header is None for s in checkpoint.shards):
+            section["error"] = checkpoint.unaudited or "only the index is here, and none of the files that it names"
         else:
-            unused = tuple(n.name for p in plans for n in p.names if n.fate != "loaded")
-            loaded = materialize(checkpoint, folder, options, progress=progress, unused=unused)
-            section = loaded.load
-            if loaded.observed is not None:  # then the values are judged after all
-                skips = tuple(s for s in skips if not (s.check == "CK501" and s.engine is None))
-            findings, skips = (*findings, *loaded.findings), (*skips, *loaded.skips)
+            folder = source.folder(files.needed_files(checkpoint, options))
+            if engine == "vllm":
+                live = load_vllm(checkpoint, folder, options, progress=progress)
+                predicted: tuple[Plan, ...] = ()
+                if live.plan.release is not None:
+                    predicted = side_by_side(select(live.plan.id), lambda one: one.plan(checkpoint, asked, progress))
+                plans, section = (*predicted, live.plan), {"engine": "vllm", **live.section}
+                findings, skips = checks.run(checkpoint, plans)
+                findings = (*findings, *disagreements(live.plan, predicted))
+            else:
+                unused = tuple(n.name for p in plans for n in p.names if n.fate != "loaded")
+                loaded = materialize(checkpoint, folder, options, progress=progress, unused=unused, child=child)
+                section = loaded.load
+                if loaded.observed is not None:  # then the values are judged after all
+                    skips = tuple(s for s in skips if not (s.check == "CK501" and s.engine is None))
+                findings, skips = (*findings, *loaded.findings), (*skips, *loaded.skips)
     begun = section["status"] in ("complete", "partial")
     stopped = f"{loaded.error} {loaded.hint}" if loaded is not None and loaded.environment else None
     report = Report(
