@@ -117,6 +117,17 @@ def test_an_architecture_loads_and_runs(kind: str, tmp_path: Path) -> None:
     assert told[0] == told[1]
 
 
+def test_the_parameters_of_a_model_are_judged_where_they_lie() -> None:
+    """As of a model that several devices share: most are there, one is not."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1000), torch.nn.Linear(1000, 3000, dtype=torch.bfloat16))
+    told = [[(s.name, s.dtype, s.count, s.low, s.high, s.zeros, s.digest) for s in values.of_parameters(m)]
+            for m in (model, model.to(GPU))]  # fmt: skip
+    model[0].to("cpu")
+    split = [(s.name, s.dtype, s.count, s.low, s.high, s.zeros, s.digest) for s in values.of_parameters(model)]
+    assert len(told[0]) == 4
+    assert told[0] == told[1] == split
+
+
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     tiny_models.save("llama", tmp_path)
     query, norm, up = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"

@@ -7,7 +7,7 @@ Inf to count, a mean that drowns the deviation) are read once more from their fi
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -227,25 +227,23 @@ def _alike(arena: Arena, tensors: Sequence[Stored]) -> Iterator[list[tuple[int, 
 
 def of_parameters(model: Any) -> tuple[TensorStats, ...]:
     """The same for what a model holds, where its loader read for itself: names are the model's, and shards are this process's part."""
-    held = {}
+    held: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         local = _local(parameter)
-        if not local.is_meta:
-            held[name] = local.contiguous()
+        if not local.is_meta and local.nbytes:
+            held[local.device][name] = local.contiguous()
+    return tuple(found for device, tensors in held.items() for found in _of_device(device, tensors))
+
+
+def _of_device(device: torch.device, held: dict[str, torch.Tensor]) -> tuple[TensorStats, ...]:
     names = {dtype: name for name in DTYPE_NAMES if (dtype := torch_dtype(name)) is not torch.uint8 or name == "U8"}
-    stored = [
-        Stored(name, 0, names[value.dtype], tuple(value.shape), 0, value.nbytes)
-        for name, value in held.items()
-        if value.nbytes
-    ]
-    stats: list[TensorStats] = []
-    for tensor in stored:
-        flat = held[tensor.name].flatten().view(torch.uint8)
-        layout = Layout((tensor,), (Arena(tensor.nbytes, ((0, 0),)),), (), ((0, 0),))
-        with Scan(layout, flat.device) as scan:
-            scan.ready(0, flat, ())
-        stats += scan.finish(lambda t: held[t.name].flatten().view(torch.uint8).cpu())
-    return tuple(stats)
+    stored = tuple(Stored(name, 0, names[t.dtype], tuple(t.shape), 0, t.nbytes) for name, t in held.items())
+    arenas = tuple(Arena(tensor.nbytes, ((index, 0),)) for index, tensor in enumerate(stored))
+    scan = Scan(Layout(stored, arenas, (), tuple((index, 0) for index in range(len(stored)))), device)
+    with scan:
+        for index, tensor in enumerate(held.values()):
+            scan.ready(index, tensor.flatten().view(torch.uint8), ())
+    return scan.finish(lambda tensor: held[tensor.name].flatten().view(torch.uint8).cpu())
 
 
 def held_bytes(model: Any) -> int:
