@@ -176,5 +176,4 @@ def newer(case: Case) -> Iterator[Finding]:
                 f"{note.text}.",
                 blame="environment",
                 mend="Install the release that saved the config, and audit again.",
-                severity="warning",
             )

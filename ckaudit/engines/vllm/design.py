@@ -8,6 +8,9 @@ from typing import Any
 
 from ckaudit.engines.vllm.coverage import ParameterCoverage
 
+DRAFT = "draft model: "
+_PREDICTS = f"{DRAFT}multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"
+
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb)\.(inv_freq|cos_cached|sin_cached)$|\.(attn\.)?masked_bias$")
 _KV_SCALE = re.compile(r"\.(attn|attention|mla_attn|self_attn)?\.?(_?[qkv]|prob)(_scale|_zero_point)$|_[qkv]_scale$")
 _DRAFT = re.compile(r"(^|\.)(mtp|mtp_block|nextn|eagle|medusa)[._]")
@@ -56,11 +59,11 @@ def name_by_design(name: str, config: Mapping[str, Any], elements: int = 0) -> s
     ):
         return "tied: the config ties the head to the input embedding"
     if _DRAFT.search(name):
-        return "draft model: multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"
+        return _PREDICTS
     layers = held.get("num_hidden_layers")
     found = _LAYER.search(name)
     if found and isinstance(layers, int) and held.get("num_nextn_predict_layers") and int(found[1]) >= layers:
-        return "draft model: multi-token-prediction layers, loaded by their own class when speculative decoding asks for them"
+        return _PREDICTS
     if name.endswith(".num_batches_tracked"):
         return "metadata: a counter of training"
     return None

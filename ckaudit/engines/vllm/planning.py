@@ -11,15 +11,13 @@ from ckaudit.checkpoint import TensorSpec
 from ckaudit.engines.vllm import packing
 from ckaudit.engines.vllm.attempt import Attempt, Raised
 from ckaudit.engines.vllm.coverage import ParameterCoverage
-from ckaudit.engines.vllm.design import name_by_design, parameter_by_design
+from ckaudit.engines.vllm.design import DRAFT, name_by_design, parameter_by_design
 from ckaudit.engines.vllm.faults import Fault, Story
 from ckaudit.engines.vllm.files import SAFETENSORS
 from ckaudit.engines.vllm.words import looked_up, message
 from ckaudit.naming import numbered_as
 from ckaudit.naming import shape as family
 from ckaudit.plan import Collision, Draft, Failure, Fate, Mismatch, NameFate, Note, Parameter, Plan, Unjudged
-
-DRAFT = "draft model: "
 
 
 def fill(plan: Plan, story: Story, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> Plan:
