@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,181 @@ def _vilt(t: Any) -> Any:
     return t.ViltForQuestionAnswering(t.ViltConfig(**_TEXT, max_position_embeddings=40, image_size=32, patch_size=8))
 
 
+def _mllama(t: Any) -> Any:
+    vision = {
+        "hidden_size": 32, "attention_heads": 4, "num_hidden_layers": 2, "num_global_layers": 1, "intermediate_size": 64,
+        "image_size": 32, "patch_size": 8, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1,
+    }  # fmt: skip
+    text = {**_TEXT, "num_key_value_heads": 2, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 0}
+    return t.MllamaForConditionalGeneration(
+        t.MllamaConfig(text_config=text, vision_config=vision, image_token_index=300)
+    )
+
+
+def _kosmos(t: Any) -> Any:
+    text = {
+        "vocab_size": 320,
+        "embed_dim": 32,
+        "layers": 2,
+        "ffn_dim": 64,
+        "attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    return t.Kosmos2ForConditionalGeneration(
+        t.Kosmos2Config(text_config=text, vision_config=_VISION, latent_query_num=4)
+    )
+
+
+def _glm(t: Any) -> Any:
+    text = {
+        **_TEXT, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "image_size": 32, "intermediate_size": 64, "out_hidden_size": 32,
+    }  # fmt: skip
+    marks = (
+        "image_token_id",
+        "video_token_id",
+        "image_start_token_id",
+        "image_end_token_id",
+        "video_start_token_id",
+        "video_end_token_id",
+    )
+    config = t.Glm4vConfig(text_config=text, vision_config=vision, **{k: 300 + i for i, k in enumerate(marks)})
+    return t.Glm4vForConditionalGeneration(config)
+
+
+def _granite_speech(t: Any) -> Any:
+    encoder = {
+        "input_dim": 16, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4, "dim_head": 8, "output_dim": 42,
+        "context_size": 16, "max_pos_emb": 16,
+    }  # fmt: skip
+    config = t.GraniteSpeechConfig(
+        text_config={**_TEXT, "num_key_value_heads": 2, "model_type": "granite"}, encoder_config=encoder, audio_token_index=300,
+        projector_config={**_TEXT, "encoder_hidden_size": 32, "model_type": "blip_2_qformer"},
+    )  # fmt: skip
+    return t.GraniteSpeechForConditionalGeneration(config)
+
+
+def _instructblip(t: Any) -> Any:
+    text = {
+        "model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
+        "word_embed_proj_dim": 32, "max_position_embeddings": 256,
+    }  # fmt: skip
+    config = t.InstructBlipConfig(
+        vision_config=_VISION, qformer_config={**_TEXT, "encoder_hidden_size": 32}, text_config=text, num_query_tokens=4,
+        image_token_index=300,
+    )  # fmt: skip
+    return t.InstructBlipForConditionalGeneration(config)
+
+
+def _idefics(t: Any) -> Any:
+    vision = {
+        "embed_dim": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    config = t.IdeficsConfig(**_TEXT, vision_config=vision, cross_layer_interval=1, use_resampler=False)
+    return t.IdeficsForVisionText2Text(config)
+
+
+def _series(t: Any, name: str) -> Any:
+    if name == "PatchTST":
+        config = t.PatchTSTConfig(
+            num_input_channels=2, context_length=32, patch_length=8, patch_stride=8, d_model=32, num_hidden_layers=2,
+            num_attention_heads=4, ffn_dim=64, prediction_length=8,
+        )  # fmt: skip
+        return t.PatchTSTForPrediction(config)
+    if name == "Informer":
+        return t.InformerModel(
+            t.InformerConfig(
+                prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=2, d_model=32, encoder_layers=2,
+                decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+            )
+        )  # fmt: skip
+    return t.DecisionTransformerModel(
+        t.DecisionTransformerConfig(state_dim=5, act_dim=3, max_ep_len=64, hidden_size=32, n_layer=2, n_head=4)
+    )
+
+
+def _bros(t: Any) -> Any:
+    return t.BrosModel(t.BrosConfig(**_TEXT | {"hidden_size": 64}, max_position_embeddings=128, dim_bbox=8))
+
+
+def _udop(t: Any) -> Any:
+    sizes = {
+        "vocab_size": 320,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    return t.UdopForConditionalGeneration(t.UdopConfig(**sizes, decoder_start_token_id=0))
+
+
+def _splinter(t: Any) -> Any:
+    return t.SplinterForQuestionAnswering(t.SplinterConfig(**_TEXT, max_position_embeddings=128, question_token_id=104))
+
+
+def _xmod(t: Any) -> Any:
+    return t.XmodForMaskedLM(t.XmodConfig(**_TEXT, max_position_embeddings=130, languages=("en_XX", "de_DE")))
+
+
+def _lxmert(t: Any) -> Any:
+    sizes = {k: v for k, v in _TEXT.items() if k != "num_hidden_layers"}
+    return t.LxmertModel(t.LxmertConfig(**sizes, l_layers=1, x_layers=1, r_layers=1, visual_feat_dim=16))
+
+
+def _kyutai(t: Any) -> Any:
+    config = t.KyutaiSpeechToTextConfig(
+        **_TEXT, head_dim=8, ffn_dim=64, codebook_vocab_size=64, num_codebooks=3, max_position_embeddings=128, audio_bos_token_id=63,
+        audio_pad_token_id=62, pad_token_id=3, bos_token_id=2,
+    )  # fmt: skip
+    return t.KyutaiSpeechToTextModel(config)
+
+
+def _dia(t: Any) -> Any:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    decoder = {
+        **sizes,
+        "cross_hidden_size": 32,
+        "cross_num_attention_heads": 4,
+        "cross_num_key_value_heads": 4,
+        "cross_head_dim": 8,
+        "num_channels": 3,
+        "vocab_size": 64,
+    }
+    marks = {"pad_token_id": 62, "eos_token_id": 61, "bos_token_id": 63}
+    config = t.DiaConfig(
+        encoder_config={**sizes, "num_key_value_heads": 4}, decoder_config=decoder, delay_pattern=[0, 1, 2], **marks
+    )
+    return t.DiaForConditionalGeneration(config)
+
+
+def _vision_tower(t: Any) -> Any:
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as module
+
+    config = module.Qwen3VLVisionConfig(
+        depth=2, hidden_size=32, num_heads=4, patch_size=4, intermediate_size=64, out_hidden_size=32, deepstack_visual_indexes=[0],
+        num_position_embeddings=16,
+    )  # fmt: skip
+    return module.Qwen3VLVisionModel(config)
+
+
 def _two_vocabularies(t: Any) -> Any:
     encoder = t.BertConfig(**_TEXT)
     decoder = t.BertConfig(**{**_TEXT, "vocab_size": 40}, is_decoder=True, add_cross_attention=True)
@@ -89,6 +265,23 @@ MODELS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "spectrogram": (_spectrogram, ["audio"]),
     "sixteen tokens of text": (_owlvit, ["image"]),
     "forty tokens of text": (_vilt, ["image"]),
+    "tiles": (_mllama, ["text", "image"]),
+    "words that a picture takes the place of": (_kosmos, ["image"]),
+    "frames between marks of pictures": (_glm, ["text", "image", "video"]),
+    "bands last": (_granite_speech, ["text", "audio"]),
+    "a question beside the picture": (_instructblip, ["image"]),
+    "pictures that each word looks at": (_idefics, ["image"]),
+    "boxes as shares of a page": (_udop, ["text", "image"]),
+    "a question that has to end": (_splinter, ["text"]),
+    "a language": (_xmod, ["text"]),
+    "boxes around words": (_bros, ["text"]),
+    "regions of a picture": (_lxmert, ["text"]),
+    "a text and codes beside it": (_kyutai, ["text"]),
+    "codes side by side in the decoder": (_dia, ["text"]),
+    "a vision part by itself": (_vision_tower, ["image"]),
+    "series": (partial(_series, name="PatchTST"), ["series"]),
+    "series and what is known of its times": (partial(_series, name="Informer"), ["series"]),
+    "steps of a game": (partial(_series, name="Decision"), ["series"]),
 }
 
 

@@ -188,7 +188,7 @@ def _judge_output(one: Mapping[str, Any], engine: str, weights: Blame) -> list[F
             )
         ]
     if (one.get("fingerprint") or {}).get("flat"):
-        message = f"Every entry of the last position is the same for {kind} input."
+        message = f"At every position, all entries of the output are the same for {kind} input."
         mend = "A weight on the way is zero or constant (CK502, CK503), or a scale in the config is zero."
         return [_finding(NO_EFFECT, engine, message, mend, blame=weights)]
     return []

@@ -188,6 +188,7 @@ _MAKERS: dict[str, _Maker] = {
     "qformer_input_ids": _words,
     "qformer_attention_mask": _words,
     "task_inputs": _words,
+    "lang_ids": lambda _b, _i: torch.zeros(1, dtype=torch.long),
     "visual_feats": _noise(1, _REGIONS, keys=("visual_feat_dim",)),
     "visual_pos": _noise(1, _REGIONS, keys=("visual_pos_dim",)),
     "visual_embeds": _noise(1, _REGIONS, keys=("visual_embedding_dim",)),

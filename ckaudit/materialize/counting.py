@@ -20,7 +20,7 @@ _DIFFERS = re.compile(r"tokens?:? \(?(\d+)\)?,? (?:and )?(?:\w+ )*?features:? \(
 def count(model: Any, kind: str, tensors: Tensors, trial: Callable[[int], Tensors]) -> int:
     """Placeholders for these tensors. `trial(n)` makes a whole input with n of them, on the model's device.
 
-    Raises what the part for this kind raises, or ValueError where a model does not show it.
+    Raises what the part for this kind raises, else what the model does, or ValueError where a model does not show it.
     """
     method = features_method(model, kind)
     refused: Exception | None = None
@@ -32,16 +32,16 @@ def count(model: Any, kind: str, tensors: Tensors, trial: Callable[[int], Tensor
             raise
         except Exception as error:  # noqa: BLE001  (it may want the text as well: the whole model is tried)
             refused = error
-    found = _tried(model, kind, trial)
-    if found is None and refused is not None:
-        raise refused
+    found, raised = _tried(model, kind, trial)
     if found is not None:
         return found
-    raise ValueError(f"{type(model).__name__} does not show how many tokens an input of kind {kind} fills")
+    raise (
+        refused or raised or ValueError(f"{type(model).__name__} does not show how many tokens a {kind} input fills")
+    )
 
 
-def _tried(model: Any, kind: str, trial: Callable[[int], Tensors]) -> int | None:
-    """What a run with one placeholder shows: the rows of a projector, the number in an error, or that one is enough."""
+def _tried(model: Any, kind: str, trial: Callable[[int], Tensors]) -> tuple[int | None, Exception | None]:
+    """What a run with one placeholder shows: the rows of a projector, the number in an error, or that one is enough; and its error."""
     width = int(first_value(getattr(model.config, "text_config", model.config), "hidden_size") or 0)
     made: list[int] = []
     with _watching(model, width, made):
@@ -51,9 +51,9 @@ def _tried(model: Any, kind: str, trial: Callable[[int], Tensors]) -> int | None
             raise
         except Exception as error:  # noqa: BLE001  (expected: one is rarely the right number)
             if differs := _DIFFERS.search(str(error)):
-                return int(differs[2])
-            return made[-1] if made else None
-    return made[-1] if made else (1 if features_method(model, kind) is None else None)
+                return int(differs[2]), None
+            return (made[-1] if made else None), error
+    return made[-1] if made else (1 if features_method(model, kind) is None else None), None
 
 
 @contextmanager

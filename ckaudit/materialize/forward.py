@@ -204,16 +204,16 @@ def _fingerprint(output: Any) -> dict[str, Any] | None:
         tensor = next(iter(tensors_in(named.get(name))), None)
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
             last = tensor.float().reshape(-1, tensor.shape[-1])[-1] if tensor.dim() else tensor.float().reshape(1)
-            every = tensor.float() if tensor.dim() > 3 else last  # a row of a map may be one colour
+            every = tensor.float().flatten() if tensor.dim() > 3 else tensor.float()  # a row of a map may be one colour
             values, ids = torch.topk(last, min(TOP, last.numel()))
             # NaN is not JSON.
             logits = [v if v == v and abs(v) != float("inf") else None for v in values.tolist()]
-            spread = every.max() - every.min()
+            spread = (every.amax(-1) - every.amin(-1)).max()
             return {
                 "of": name,
                 "ids": ids.tolist(),
                 "logits": logits,
-                "flat": bool((spread == 0).item()) and every.numel() > 1,
+                "flat": bool((spread == 0).item()) and last.numel() > 1,
             }
     return None
 

@@ -13,14 +13,19 @@ from ckaudit.materialize.classes import first_value
 Tensors = dict[str, Any]
 _SIDE = 8
 """Patches along each side of an image: few, and a multiple of every merge factor in use (2, and 2 twice)."""
+_WIDE = 64
+"""Patches along a side that make a picture of thousands of tokens."""
 FRAMES = 4
-_LARGER = 4
-"""Times the size that the config names: of models that look at a picture in several sizes."""
+_SAMPLES = 19200
+"""Samples of sound: 1.2 s of most models, and a multiple of their strides (320, 640, 1920)."""
+_LARGER, _LARGEST = 4, 2048
+"""Times the size that the config names, and pixels along a side: of models that look at a picture in several sizes."""
 _LONGEST = 3000
 """Frames of sound: the 30 s of Whisper, the longest window that a model insists on."""
 _MELS = (
     "input_size",
     "num_mel_bins",
+    "num_chroma",
     "feature_size",
     "n_mels",
     "input_feat_per_channel",
@@ -99,6 +104,9 @@ class Media:
             }
         sizes = {"image_sizes": torch.tensor([[high, wide]])}
         variants: list[Tensors] = [{}, sizes] if "image_sizes" in takes else [{}]
+        if "image_sizes" in takes and high > _WIDE * patch:  # of any size: as few patches as elsewhere
+            side = _SIDE * patch
+            yield {"pixel_values": self.noise(1, channels, side, side), "image_sizes": torch.tensor([[side, side]])}
         if "image_sizes" in self.own_parameters("image"):
             variants.reverse()
         for extra in variants:
@@ -106,7 +114,9 @@ class Media:
         for tiles in (*([self.frames] if self.frames else []), 1, 2, 3, 5):
             yield {"pixel_values": self.noise(1, tiles, channels, high, wide), **variants[0]}
         yield {"pixel_values": self.noise(1, n, self._patch_width())}
-        yield {"pixel_values": self.noise(1, channels, _LARGER * high, _LARGER * wide)}
+        yield {"pixel_values": self.noise(n, self._patch_width())}
+        if _LARGER * max(high, wide) <= _LARGEST:
+            yield {"pixel_values": self.noise(1, channels, _LARGER * high, _LARGER * wide)}
 
     def _videos(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("video")
@@ -144,8 +154,8 @@ class Media:
         if "input_values" in takes:
             if first_value(self._audio, "num_mel_bins", "max_length") and hasattr(self._audio, "frequency_stride"):
                 yield {"input_values": self.noise(1, int(self._audio.max_length), mels)}  # a spectrogram
-            yield {"input_values": self.noise(1, 16000)}
-            yield {"input_values": self.noise(1, 1, 16000)}
+            yield {"input_values": self.noise(1, _SAMPLES)}
+            yield {"input_values": self.noise(1, 1, _SAMPLES)}
             return
         for bands in (mels,) if first_value(self._audio, *_MELS) else (mels, 128):
             yield {"input_features": self.noise(1, bands, frames)}
@@ -179,7 +189,7 @@ class Media:
 
     def _patch_width(self) -> int:
         channels, patch, _ = self._picture()
-        return channels * int(first_value(self._vision, "temporal_patch_size") or 1) * patch * patch
+        return channels * int(first_value(self._vision, "temporal_patch_size", "patch_temporal") or 1) * patch * patch
 
 
 def parameters(method: Any) -> set[str]:

@@ -15,8 +15,9 @@ import torch
 
 from ckaudit.materialize import counting
 from ckaudit.materialize.beside import Beside
-from ckaudit.materialize.classes import first_value, sub_configs
+from ckaudit.materialize.classes import first_value
 from ckaudit.materialize.media import FRAMES, Media, Tensors, needed, parameters
+from ckaudit.materialize.words import Words
 
 _INPUT = re.compile(
     "pixel|patches|image|video|audio|visual|speaker|bbox|qformer|codes|_values$|feats$|features$|^states?$"
@@ -35,13 +36,13 @@ class Recipes:
 
     def __init__(self, model: Any, length: int, seed: int) -> None:
         self.model, self.config = model, model.config
-        self.room = text_room(model.config)
-        self.length = min(length, self.room or length)
-        self._random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(seed)
+        self._words = Words(model, length, random)
+        self.room = self._words.room
         self.takes = set(parameters(model.forward))
         self._required = needed(model.forward)
-        self._media = Media(model, self.takes, self._random)
-        self._beside = Beside(model.config, self._random)
+        self._media = Media(model, self.takes, random)
+        self._beside = Beside(model.config, random)
         self.frames = self._media.frames
 
     def kinds(self) -> tuple[str, ...]:
@@ -73,6 +74,14 @@ class Recipes:
         more = self.takes | self._media.own_parameters(kind)
         if self._beside.knows(more - must):
             yield from self._with(kind, more)
+            if "bbox" in more:
+                for make in self._with(kind, more):
+                    yield partial(self._in_shares, make)
+
+    def _in_shares(self, make: Callable[[], Tensors]) -> Tensors:
+        """Boxes as shares of a page, in place of the thousandths that most models count in."""
+        inputs = make()
+        return inputs | {"bbox": inputs["bbox"] / 1000} if "bbox" in inputs else inputs
 
     def _with(self, kind: str, names: set[str]) -> Iterator[Callable[[], Tensors]]:
         """The candidates with those of these parameters that can be made."""
@@ -85,9 +94,12 @@ class Recipes:
     def _plain(self, kind: str, names: set[str]) -> Iterator[Callable[[], Tensors]]:
         if kind == "text":
             yield self.text
-            if "input_ids" in self.takes and first_value(self.config, "num_codebooks"):
-                yield partial(self._in_codebooks, 0)
-                yield partial(self._in_codebooks, 1)  # a text, and the sound of each moment beside it
+            yield partial(self.text, self._words.marked)  # a question, say, has to end somewhere
+            if self._words.books():
+                yield partial(self.text, self._words.in_codebooks)
+                yield partial(
+                    self.text, partial(self._words.in_codebooks, 1)
+                )  # a text, and the sound of each moment beside it
             return
         if kind == "series":
             for series in self._beside.series():
@@ -97,6 +109,8 @@ class Recipes:
         for tensors in self._media.of(kind):
             if placeholder is None or "input_ids" not in self.takes:
                 yield partial(self._alone, tensors)
+                if self.takes >= {"input_ids", "decoder_input_ids"}:  # some read them in place of a text
+                    yield partial(self._alone, tensors, text=False)
                 if hasattr(self.config, "decoder"):  # some read them in place of what the decoder has written so far
                     yield partial(self._alone, tensors, decoder=False)
                 continue
@@ -111,53 +125,21 @@ class Recipes:
         if picture is not None:
             yield partial(self._mixed, "video", tensors, picture, names, groups=FRAMES, inner="image")
 
-    def text(self) -> Tensors:
-        """Random ids that stand for nothing special; the decoder of an encoder-decoder model gets some too."""
+    def text(self, ids: Callable[[], torch.Tensor] | None = None) -> Tensors:
+        """Random ids that stand for nothing special, or these; the decoder of an encoder-decoder model gets some too."""
         inputs: Tensors = {}
         if "input_ids" in self.takes:
-            ids = self.ids(self.length)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            drawn = (ids or self._words.text)()
+            inputs = {"input_ids": drawn, "attention_mask": torch.ones(drawn.shape[:2], dtype=torch.long)}
         return self._with_decoder(inputs)
-
-    def _in_codebooks(self, more: int) -> Tensors:
-        """Ids of shape (1, n, codebooks), of a model that reads and writes sound in several codes at once."""
-        sizes = [
-            first_value(self.config, k)
-            for k in ("vocab_size", "codebook_vocab_size", "audio_vocab_size", "codebook_size")
-        ]
-        size = min(v for v in (*sizes, self._vocabulary()) if isinstance(v, int))
-        ids = torch.stack(
-            [self.ids(self.length, size) for _ in range(int(first_value(self.config, "num_codebooks")) + more)], dim=-1
-        )
-        return {"input_ids": ids, "attention_mask": torch.ones(ids.shape[:2], dtype=torch.long)}
-
-    def ids(self, count: int, size: int | None = None) -> torch.Tensor:
-        """(1, count) token ids, of a vocabulary of `size` (None: the model's)."""
-        size = size or self._vocabulary()
-        named = [item for part in sub_configs(self.config) for item in vars(part).items()]
-        special = {v for k, v in named if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
-        drawn = torch.randint(0, size, (1, count), generator=self._random)
-        plain = next((i for i in range(size) if i not in special), 0)
-        for token in special:
-            drawn[drawn == token] = plain
-        return drawn
-
-    def _vocabulary(self) -> int:
-        """How many ids have an embedding, in the model and in its text part: parts of a config may contradict each other."""
-        named = first_value(getattr(self.config, "text_config", None) or self.config, "vocab_size")
-        try:
-            rows = int(self.model.get_input_embeddings().num_embeddings)
-        except (AttributeError, NotImplementedError, TypeError):
-            return int(named or 32)
-        return min(rows, named) if isinstance(named, int) and named > 0 else rows
 
     def complete(self, inputs: Tensors) -> Tensors:
         """The inputs with what the decoder of an encoder-decoder model needs besides."""
         more: Tensors = {}
         if "decoder_input_ids" in self.takes and getattr(self.config, "is_encoder_decoder", False):
-            more["decoder_input_ids"] = self._decoder_ids()
+            more["decoder_input_ids"] = self._words.of_decoder()
         if "decoder_input_values" in self.takes:  # speech is what it writes, in the voice of a speaker
-            more["decoder_input_values"] = self._media.noise(1, self.length, int(self.config.num_mel_bins))
+            more["decoder_input_values"] = self._media.noise(1, self._words.length, int(self.config.num_mel_bins))
             if "speaker_embeddings" in self.takes:
                 more["speaker_embeddings"] = self._media.noise(1, int(self.config.speaker_embedding_dim))
         return {**more, **inputs}
@@ -166,29 +148,15 @@ class Recipes:
         known = self.takes | ({"attention_mask"} if self._any_keyword() else set())
         return {k: v for k, v in self.complete(inputs).items() if k in known}
 
-    def _decoder_ids(self) -> torch.Tensor:
-        """(1, n) ids of the decoder's own vocabulary; (codebooks, n) where it writes sound in several at once."""
-        decoder = getattr(self.config, "decoder", None) or getattr(self.config, "decoder_config", None)
-        size = getattr(decoder, "vocab_size", None) or getattr(self.config, "decoder_vocab_size", None)
-        codebooks = getattr(decoder, "num_codebooks", None)
-        channels = getattr(decoder, "num_channels", None)
-        limit = int(first_value(self.config, "max_target_positions", "max_position_embeddings") or self.length)
-        if channels:  # the codes of each moment side by side
-            return torch.stack([self.ids(min(self.length, limit), size) for _ in range(channels)], dim=-1)
-        ids = torch.cat([self.ids(min(self.length, limit), size) for _ in range(codebooks or 1)])
-        if codebooks is None:
-            ids[0, 0] = first_value(self.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
-        return ids
-
     def _any_keyword(self) -> bool:
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.model.forward).parameters.values())
 
-    def _alone(self, tensors: Tensors, *, decoder: bool = True) -> Tensors:
+    def _alone(self, tensors: Tensors, *, text: bool = True, decoder: bool = True) -> Tensors:
         """An input of a model without placeholders: pixels or sound, and text where it takes both (as CLIP does)."""
-        text = self.text() if "input_ids" in self.takes else {}
+        words = self.text() if text and "input_ids" in self.takes else {}
         if not decoder:
-            return {k: v for k, v in {**text, **tensors}.items() if not k.startswith("decoder_")}
-        return self._with_decoder({**text, **tensors})
+            return {k: v for k, v in {**words, **tensors}.items() if not k.startswith("decoder_")}
+        return self._with_decoder({**words, **tensors})
 
     def _mixed(
         self,
@@ -217,8 +185,13 @@ class Recipes:
         self, kind: str, tensors: Tensors, placeholder: int, count: int, groups: int = 1, inner: str | None = None
     ) -> Tensors:
         """Text before and after `groups` times `count` placeholders between marks; marks of kind `inner` stand inside those of `kind`."""
-        before, after = self.ids(self.length // 4), self.ids(self.length - self.length // 4)
+        before, after = (
+            self._words.ids(self._words.length // 4),
+            self._words.ids(self._words.length - self._words.length // 4),
+        )
         start, end = self._brackets(inner or kind)
+        if groups > 1 and not (start.numel() or end.numel()):
+            end = self._words.ids(1)  # a word between them, or they are one
         group = torch.cat([start, torch.full((1, count), placeholder), end], dim=1)
         outer = self._brackets(kind) if inner else (start[:, :0], end[:, :0])
         ids = torch.cat([before, outer[0], *[group] * groups, outer[1], after], dim=1)
@@ -248,15 +221,9 @@ class Recipes:
         names = (f"{kind}_token_id", f"{kind}_token_index")
         token = first_value(self.config, *names)
         if token is None and hasattr(self.config, names[0]):
-            token = self._vocabulary() - 1 - _SPECIAL.index(kind)
+            token = self._words.vocabulary() - 1 - _SPECIAL.index(kind)
             setattr(self.config, names[0], token)
         return token if isinstance(token, int) else None
-
-
-def text_room(config: Any) -> int | None:
-    """How many tokens of text a model has positions for; None where its config does not say."""
-    room = first_value(getattr(config, "text_config", None) or config, "max_position_embeddings", "n_positions")
-    return room if isinstance(room, int) and room > 0 else None
 
 
 def lacking(error: BaseException, inputs: Tensors, model: Any) -> bool:
@@ -265,7 +232,7 @@ def lacking(error: BaseException, inputs: Tensors, model: Any) -> bool:
     A model of text alone has been given all it takes: what it raises is about itself.
     """
     absent = {p for p in parameters(model.forward) if p not in inputs and _INPUT.search(p)}
-    named = set(re.findall("[a-z_]+", str(error)))
+    named = set(re.findall("[a-z_]+", str(error).lower()))
     return bool(absent) and (
         bool(absent & named) or (isinstance(error, TypeError | AttributeError) and "NoneType" in str(error))
     )
