@@ -196,7 +196,7 @@ def _judge_output(one: Mapping[str, Any], engine: str, weights: Blame) -> list[F
 
 def _left_out(kind: str, engine: str) -> Finding:
     message = f"The repo's chat template has no place for {kind} input: a chat that sends one is answered from its text alone, or refused."
-    mend = f"Write the placeholder of {kind} input for parts of type {kind} in chat_template.jinja."
+    mend = f"Let the template write the placeholder of {kind} input where a message has a part of type {kind}."
     return _finding(NO_EFFECT, engine, message, mend, blame="config", severity="warning")
 
 
