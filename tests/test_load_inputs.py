@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from ckaudit.materialize import forward  # noqa: E402
+from ckaudit.materialize.probe import Probe  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.test_load import run  # noqa: E402
 
@@ -380,3 +383,45 @@ def test_a_processor_without_words_whose_pictures_do_not_fit(tmp_path: Path) -> 
     (found,) = run(tmp_path, values=False).findings
     assert (found.check, found.blame) == ("CK602", "config")
     assert "image input from the repo's processor" in found.message
+
+
+# --- what comes out
+
+
+class _Masks(torch.nn.Module):
+    """Scores of four words, of which a mask lets two through; `over` puts Inf into the weight of the scores."""
+
+    def __init__(self, *, over: float = 0.0) -> None:
+        super().__init__()
+        self.scores = torch.nn.Linear(2, 4, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))  # of its own, beside a part
+        with torch.no_grad():
+            self.scores.weight[0] -= over
+
+    def forward(self, words: Any) -> Any:
+        return (self.scores(words) * self.scale).masked_fill(torch.tensor([False, False, True, True]), -torch.inf)
+
+
+@pytest.mark.parametrize(("over", "found"), [(0.0, None), (torch.inf, "scores")])
+def test_inf_below_zero_is_a_mask_unless_a_weight_gives_it(over: float, found: str | None) -> None:
+    """-Inf times a positive input is -Inf alone, as a mask is: which of both it was, the module tells that gave it first."""
+    model, probe = _Masks(over=over), Probe()
+    with torch.no_grad(), probe.on(model):
+        output = model(torch.ones(1, 2))
+    assert bool(torch.isneginf(output).any())
+    first = probe.first()
+    assert (first and first.module) == found
+
+
+@pytest.mark.parametrize(
+    ("output", "masked", "finite"),
+    [
+        ([0.5, -math.inf], True, True),
+        ([0.5, -math.inf], False, False),  # a weight gave it
+        ([0.5, math.inf], True, False),
+        ([0.5, math.nan], True, False),
+        ([-math.inf, -math.inf], True, False),  # nothing is left
+    ],
+)
+def test_what_counts_as_a_finite_output(output: list[float], masked: bool, finite: bool) -> None:
+    assert forward.outputs({"logits": torch.tensor([output])}, masked=masked) == ({"logits": [1, 2]}, finite)

@@ -143,7 +143,7 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
     if kind != "text" and not _looked(model, inputs, probe, extra):
         return {"status": "ignored"}
     culprit = probe.first()
-    shapes, finite = _outputs(output, masked=culprit is None)
+    shapes, finite = outputs(output, masked=culprit is None)
     return {
         "kind": kind,
         "status": "ran",
@@ -181,7 +181,7 @@ def _told_of(culprit: Any) -> dict[str, Any]:
     return {"module": culprit.module, "class": culprit.kind, "nan": culprit.nan, "inf": culprit.inf}
 
 
-def _outputs(output: Any, *, masked: bool) -> tuple[dict[str, list[int]], bool]:
+def outputs(output: Any, *, masked: bool) -> tuple[dict[str, list[int]], bool]:
     """Shapes of the output's tensors by name, and whether all of them are finite. `masked`: -Inf is a mask, where not all is."""
     named = dict(output) if isinstance(output, dict) else {"output": output}
     shapes: dict[str, list[int]] = {}

@@ -11,8 +11,8 @@ import torch
 from ckaudit.materialize.classes import first_value
 
 Tensors = dict[str, Any]
-_SIDE = 8
-"""Patches along each side of an image: few, and a multiple of every merge factor in use (2, and 2 twice)."""
+_SIDE, _THIRDS = 8, 12
+"""Patches along each side of an image: few, and a multiple of every merge factor in use (2, and 2 twice; 3)."""
 _WIDE = 64
 """Patches along a side that make a picture of thousands of tokens."""
 FRAMES = 4
@@ -40,6 +40,8 @@ class Media:
     def __init__(self, model: Any, takes: set[str], random: torch.Generator) -> None:
         self._model, self._takes, self._random = model, takes, random
         self._vision = getattr(model.config, "vision_config", None) or model.config
+        merged = first_value(self._vision, "pooling_kernel_size", "spatial_merge_size")
+        self._side = _THIRDS if isinstance(merged, int) and merged % 3 == 0 and merged else _SIDE
         parts = (getattr(model.config, key, None) for key in ("audio_config", "encoder_config"))
         self._audio = next((part for part in parts if part is not None), model.config)
 
@@ -57,16 +59,16 @@ class Media:
     def _images(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("image")
         channels, patch, (high, wide) = self._picture()
-        n = _SIDE * _SIDE
+        n = self._side**2
         places = takes & {"image_position_ids", "pixel_position_ids"}
         if places:
             pixels = self.noise(1, n, self._patch_width())
-            yield {"pixel_values": pixels, **{k: _places()[None] for k in places}}
+            yield {"pixel_values": pixels, **{k: _places(self._side)[None] for k in places}}
         if "grid_thw" in takes:  # a vision part by itself, which may call its patches hidden states
             name = "pixel_values" if "pixel_values" in takes else "hidden_states"
             sizes = {"merge_sizes": torch.ones(1, dtype=torch.long)} if "merge_sizes" in takes else {}
             for pixels in (self.noise(n, self._patch_width()), self.noise(n, channels, patch, patch)):
-                yield {name: pixels, "grid_thw": torch.tensor([[1, _SIDE, _SIDE]]), **sizes}
+                yield {name: pixels, "grid_thw": torch.tensor([[1, self._side, self._side]]), **sizes}
             return
         if "aspect_ratio_ids" in takes:
             tiles = int(first_value(self._vision, "max_num_tiles") or 1)
@@ -78,34 +80,37 @@ class Media:
             }
         if "flattened_patches" in takes:  # each with its row and column before its pixels
             width = int(first_value(self._vision, "patch_embed_hidden_size") or channels * patch * patch)
-            patches = torch.cat([1 + _places().float()[None], self.noise(1, n, width)], dim=-1)
+            patches = torch.cat([1 + _places(self._side).float()[None], self.noise(1, n, width)], dim=-1)
             yield {"flattened_patches": patches, "attention_mask": torch.ones((1, n), dtype=torch.long)}
             return
         if "image_grid_thw" in takes:
             yield {
                 "pixel_values": self.noise(n, self._patch_width()),
-                "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
+                "image_grid_thw": torch.tensor([[1, self._side, self._side]]),
                 **({"image_merge_sizes": torch.ones(1, dtype=torch.long)} if "image_merge_sizes" in takes else {}),
             }
             yield {
                 "pixel_values": self.noise(n, channels, patch, patch),
-                "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]),
+                "image_grid_thw": torch.tensor([[1, self._side, self._side]]),
             }
         if "image_grid_hw" in takes:
-            yield {"pixel_values": self.noise(n, self._patch_width()), "image_grid_hw": _grid(1)}
+            yield {"pixel_values": self.noise(n, self._patch_width()), "image_grid_hw": _grid(self._side, 1)}
         if "target_sizes" in takes:
-            yield {"pixel_values": self.noise(1, channels, patch, n * patch), "target_sizes": _grid(1, torch.int32)}
+            yield {
+                "pixel_values": self.noise(1, channels, patch, n * patch),
+                "target_sizes": _grid(self._side, 1, torch.int32),
+            }
         if "spatial_shapes" in takes:
             mask = torch.ones((1, n), dtype=torch.long)
             yield {
                 "pixel_values": self.noise(1, n, channels * patch * patch),
-                "spatial_shapes": _grid(1),
+                "spatial_shapes": _grid(self._side, 1),
                 "pixel_attention_mask": mask,
             }
         sizes = {"image_sizes": torch.tensor([[high, wide]])}
         variants: list[Tensors] = [{}, sizes] if "image_sizes" in takes else [{}]
         if "image_sizes" in takes and high > _WIDE * patch:  # of any size: as few patches as elsewhere
-            side = _SIDE * patch
+            side = self._side * patch
             yield {"pixel_values": self.noise(1, channels, side, side), "image_sizes": torch.tensor([[side, side]])}
         if "image_sizes" in self.own_parameters("image"):
             variants.reverse()
@@ -121,9 +126,9 @@ class Media:
     def _videos(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("video")
         channels, patch, (high, wide) = self._picture()
-        n = _SIDE * _SIDE
+        n = self._side**2
         if "video_grid_thw" in takes:
-            thw = torch.tensor([[FRAMES, _SIDE, _SIDE]])
+            thw = torch.tensor([[FRAMES, self._side, self._side]])
             seconds = {"second_per_grid_ts": torch.ones(1)} if "second_per_grid_ts" in self._takes else {}
             merged = {"video_merge_sizes": torch.ones(1, dtype=torch.long)} if "video_merge_sizes" in takes else {}
             yield {
@@ -137,12 +142,12 @@ class Media:
             counts = {"num_frames_per_video": torch.tensor([FRAMES])} if "num_frames_per_video" in takes else {}
             yield {
                 "pixel_values_videos": pixels,
-                "video_position_ids": _places().expand(1, FRAMES, n, 2).contiguous(),
+                "video_position_ids": _places(self._side).expand(1, FRAMES, n, 2).contiguous(),
                 **counts,
             }
         if "target_sizes_videos" in takes:
             pixels = self.noise(1, channels, patch, FRAMES * n * patch)
-            yield {"pixel_values_videos": pixels, "target_sizes_videos": _grid(FRAMES, torch.int32)}
+            yield {"pixel_values_videos": pixels, "target_sizes_videos": _grid(self._side, FRAMES, torch.int32)}
         yield {"pixel_values_videos": self.noise(1, FRAMES, channels, high, wide)}
         if self.frames:
             yield {"pixel_values_videos": self.noise(1, self.frames, channels, high, wide)}
@@ -212,13 +217,13 @@ def features_method(model: Any, kind: str) -> Any:
     return None
 
 
-def _places() -> torch.Tensor:
+def _places(side: int) -> torch.Tensor:
     """(patches, 2): row and column of every patch."""
-    return torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE))
+    return torch.cartesian_prod(torch.arange(side), torch.arange(side))
 
 
-def _grid(count: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    return torch.tensor([[_SIDE, _SIDE]] * count, dtype=dtype)
+def _grid(side: int, count: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.tensor([[side, side]] * count, dtype=dtype)
 
 
 def _one(size: Any) -> int:

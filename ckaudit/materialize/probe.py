@@ -32,7 +32,7 @@ class Probe:
         """Inside, outputs are looked at."""
         handles = []
         for name, module in model.named_modules():
-            weighs = next(module.parameters(recurse=False), None) is not None
+            weighs = bool(module._parameters) and not module._modules  # else it hands on what a part of it made
             handles.append(module.register_forward_hook(self._hook(name, type(module).__name__, weighs=weighs)))
         try:
             yield
@@ -43,7 +43,7 @@ class Probe:
     def first(self) -> Culprit | None:
         """The first module that gave NaN; where none did, the first that gave Inf.
 
-        -Inf alone from a module without weights of its own is what a mask is made of, and not meant.
+        -Inf alone is what a mask is made of: it is meant where a matrix or the like gave it, not where a module that holds others did.
         """
         culprits = [
             Culprit(name, kind, bool(nan.item()), bool(inf.item() if up is None else up.item()))
