@@ -189,6 +189,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The mildest severity that makes `exit_code` 1."""
     allow_not_judged: bool = False
     """Whether something asked for that could not be judged leaves `exit_code` at 0."""
+    unanswered: bool = False
+    """Whether an option asked for what no engine here judges (a skip says what)."""
     stopped: bool = False
     """Whether circumstances (no such device, too little memory) broke off a load: what was known by then is all that is here."""
 
@@ -235,7 +237,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         begun = self.load is None or self.load.get("status") != "not_begun"
         in_part = in_part or not (begun or any(p.verdict == "fails" for p in self.plans))
         ranks = any(row["verdict"] == "not_judged" for p in self.plans for row in p.tp)
-        if not self.allow_not_judged and (nothing_judged or in_part or ranks or self.requested & unjudged):
+        asked = self.unanswered or bool(self.requested & unjudged)
+        if not self.allow_not_judged and (nothing_judged or in_part or ranks or asked):
             return 3
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from ckaudit.errors import EngineError, SourceError, UsageError
 from ckaudit.pipeline import stages
 from ckaudit.plan import NameFate, Parameter, Plan
 from ckaudit.progress import NullProgress, Progress
+from tests.helpers import safetensors_file
 
 
 class Told:
@@ -154,6 +156,45 @@ def test_import_is_light() -> None:
 def test_a_path_and_a_single_spec_are_taken(llama_folder: str) -> None:
     report = ckaudit.audit(Path(llama_folder), "rules:vllm==0.33.0")
     assert [p.id for p in report.plans] == ["rules:vllm==0.33.0"]
+
+
+@pytest.mark.parametrize("engines", [None, ["transformers", "rules:vllm==0.33.0"]])
+def test_options_that_no_engine_heeds_are_refused_before_anything_is_read(engines: list[str] | None) -> None:
+    with pytest.raises(UsageError, match="quantization: only vLLM has such options"):
+        ckaudit.audit("/no/such/folder", engines, vllm={"quantization": "fp8"})
+
+
+def test_ranks_that_no_engine_loads_over_are_not_judged(llama_folder: str) -> None:
+    """Seven ranks cannot share its heads; a rule book knows of none."""
+    report = ckaudit.audit(llama_folder, "rules:vllm==0.33.0", tp=(7,))
+    assert ("CK310", None) in [(s.check, s.engine) for s in report.skips]
+    assert report.exit_code == 3
+    assert ckaudit.audit(llama_folder, "rules:vllm==0.33.0", tp=(7,), allow_not_judged=True).exit_code == 0
+
+
+@pytest.mark.parametrize("engine", ["rules:vllm==0.33.0", Told()])
+def test_one_rank_is_what_every_engine_judges_and_an_engine_of_ones_own_may_know_more(
+    llama_folder: str, engine: str | Told
+) -> None:
+    report = ckaudit.audit(llama_folder, [engine], tp=(1,) if isinstance(engine, str) else (2,))
+    assert not [s for s in report.skips if s.check == "CK310"]
+    assert report.exit_code == 0
+
+
+def test_the_ranks_of_an_adapters_base_are_not_judged(tmp_path: Path, llama_folder: str) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    at = "base_model.model.model.layers.0.self_attn.q_proj"
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]})
+    )
+    factors = {f"{at}.lora_A.weight": ("F32", [2, 8]), f"{at}.lora_B.weight": ("F32", [8, 2])}
+    (folder / "adapter_model.safetensors").write_bytes(safetensors_file(factors))
+    report = ckaudit.audit(folder, [Told()], base=llama_folder, tp=(2,))
+    assert [s.reason for s in report.skips if s.check == "CK310"] == [
+        "whether it loads over several ranks: an adapter's base is judged on one rank alone; audit the base by itself"
+    ]
+    assert (report.standing, report.exit_code) == ((), 3)
 
 
 @pytest.mark.parametrize("wrong", [{"tp": (0,)}, {"tp": (2, -2)}, {"fail_on": "fatal"}])

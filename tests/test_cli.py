@@ -97,6 +97,7 @@ class TestUsage:
             ["names", "fixtures/llama-good", "--engine", "vllm>=x", "--fetch"],
             ["names", "fixtures/llama-good", "--engine", "vllm>=0.33", "--fetch", "--offline"],
             ["names", "fixtures/llama-good", "--hf-overrides", "[1]"],
+            ["names", "fixtures/llama-good", "--pp", "2"],
             ["engines", "remove", "vllm==0.0.1"],
             ["engines", "add", "torch==1"],
             ["checks", "CK999"],

@@ -46,7 +46,8 @@ def audit(
     (`transformers`, `vllm==0.25.1`, `rules:vllm==0.25.1`, `rules:mine.toml`) or Engine objects, or one; None asks `transformers` and the
     newest vLLM release for which a shipped rule book knows the architecture. `base` is the target that an adapter is to be laid on:
     the engines judge that, and the report tells where the adapter's modules bind in it. `jobs` headers are read at once; `budget` is
-    in seconds for one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names.
+    in seconds for one engine. `tp` are tensor-parallel sizes to load over besides 1, `vllm` serving options under vLLM's own names: both
+    need an engine of vLLM.
     Nothing from the target is executed unless `trust_remote_code`. `suppressions` (`ckaudit.suppressions.read`) are findings to live
     with: they stay in the report, apart. `verify_hash` reads every byte of the weights and compares their SHA-256 with the Hub's.
 
@@ -64,6 +65,11 @@ def audit(
     if fail_on not in (*SEVERITIES, "never"):
         raise UsageError(f"fail_on={fail_on!r} is no severity.", "Use error, warning, note or never.")
     asked = None if engines is None else _selected(engines)  # a misspelt engine must not cost a download
+    if vllm and _deaf(asked):
+        raise UsageError(
+            f"{', '.join(sorted(vllm))}: only vLLM has such options, and no release of it is asked.",
+            "Add --engine vllm==X, or leave them out.",
+        )
     options = EngineOptions(
         trust_remote_code=trust_remote_code,
         device=device,
@@ -81,7 +87,8 @@ def audit(
     if adapter is not None:
         report = _audit_adapter(adapter, base, asked, options, jobs, progress)
         every = ordered((*bytes_found, *report.findings), [p.id for p in report.plans])
-        report = replace(report, findings=every, skips=(*report.skips, *bytes_skipped))
+        ranks = _ranks(options, "an adapter's base is judged on one rank alone; audit the base by itself")
+        report = replace(report, findings=every, skips=(*report.skips, *ranks, *bytes_skipped), unanswered=bool(ranks))
         found = _suppressed(report.findings, suppressions, checkpoint, report.sizes, progress)
         return replace(report, findings=found, fail_on=fail_on, allow_not_judged=allow_not_judged)
     if base is not None:
@@ -90,20 +97,32 @@ def audit(
     plans = side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
     findings, skips = checks.run(checkpoint, plans, tp)
     plans = refused(plans, findings, checkpoint)
-    findings = (*bytes_found, *findings)
-    if suppressions is not None:
-        findings = _suppressed(findings, suppressions, checkpoint, checkpoint.sizes, progress)
+    findings = _suppressed((*bytes_found, *findings), suppressions, checkpoint, checkpoint.sizes, progress)
+    ranks = _ranks(options, "no engine asked loads over ranks; --engine vllm==X does") if _deaf(asked) else ()
     return Report(
         target=describe(checkpoint),
         plans=plans,
         requested=frozenset(e.id for e in asked or ()),
         sizes=checkpoint.sizes,
         findings=ordered(findings, [p.id for p in plans]),
-        skips=(*skipped, *skips, *bytes_skipped, *checks.headers_alone(checkpoint)),
+        skips=(*skipped, *skips, *ranks, *bytes_skipped, *checks.headers_alone(checkpoint)),
         quantisation=schemes.table(checkpoint, plans),
         fail_on=fail_on,
         allow_not_judged=allow_not_judged,
+        unanswered=bool(ranks),
     )
+
+
+def _deaf(asked: Sequence[Engine] | None) -> bool:
+    """Whether every engine asked (None: those of an audit that names none) passes over the options for vLLM."""
+    return all(e.id == "transformers" or e.id.startswith("rules:") for e in asked or ())
+
+
+def _ranks(options: EngineOptions, reason: str) -> tuple[Skip, ...]:
+    """That nobody judged what was asked about several ranks, where something was."""
+    stages, experts = options.vllm.get("pipeline_parallel_size") or 1, options.vllm.get("enable_expert_parallel")
+    spread = max((*options.tp, stages)) > 1 or experts
+    return (Skip("CK310", f"whether it loads over several ranks: {reason}"),) if spread else ()
 
 
 def _verified(
