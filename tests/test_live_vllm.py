@@ -12,6 +12,7 @@ import pytest
 from ckaudit.checkpoint import read_checkpoint
 from ckaudit.materialize.job import LoadOptions
 from ckaudit.materialize.live import CHILD, LiveResult, disagreements, load_vllm
+from ckaudit.pipeline import load as pipeline
 from ckaudit.plan import NameFate, Plan
 from ckaudit.source import open_source
 from tests.helpers import safetensors_file
@@ -91,3 +92,27 @@ def test_only_the_same_release_judged_by_both_is_compared() -> None:
     ):
         assert disagreements(raised, [other]) == ()
     assert disagreements(plan(not_judged="no GPU"), [plan("replay", error="KeyError")]) == ()
+
+
+class Predicts:
+    """An engine in place of each that is asked: every name would load."""
+
+    id = "vllm==0.29.0"
+
+    def plan(self, *_: object) -> Plan:
+        return plan("replay")
+
+
+@pytest.mark.parametrize(("trailing", "wrong"), [(b"", ["CK607"]), (b"\0", [])])
+def test_a_file_that_no_loader_opens_is_no_disagreement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trailing: bytes, wrong: list[str]
+) -> None:
+    """Names alone say that it loads; the engine raises, and where the file itself is refused that was to be expected."""
+    monkeypatch.setenv("PYTHONPATH", STAND_IN)
+    monkeypatch.setattr(pipeline, "select", lambda _: (Predicts(),))
+    config = {"model_type": "llama", "vocab_size": 90, "stand_in_raises": "value"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(safetensors_file({"a": ("BF16", [2])}) + trailing)
+    report = pipeline.load(str(tmp_path), LoadOptions(), engine="vllm").report
+    assert [p.verdict for p in report.plans] == ["loads" if wrong else "fails", "fails"]
+    assert [f.check for f in report.findings if f.check == "CK607"] == wrong

@@ -75,6 +75,7 @@ def load(
                 predicted: tuple[Plan, ...] = ()
                 if live.plan.release is not None:
                     predicted = side_by_side(select(live.plan.id), lambda one: one.plan(checkpoint, asked, progress))
+                    predicted = refused(predicted, findings, checkpoint)
                 plans, section = (*predicted, live.plan), {"engine": "vllm", **live.section}
                 findings, skips = checks.run(checkpoint, plans)
                 findings = (*findings, *disagreements(live.plan, predicted))
