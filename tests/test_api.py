@@ -164,6 +164,14 @@ def test_options_that_no_engine_heeds_are_refused_before_anything_is_read(engine
         ckaudit.audit("/no/such/folder", engines, vllm={"quantization": "fp8"})
 
 
+def test_a_class_is_not_passed_over_by_engines_that_go_by_the_config(llama_folder: str) -> None:
+    with pytest.raises(UsageError, match="Only transformers can be asked to load as LlamaModel"):
+        ckaudit.audit("/no/such/folder", ["rules:vllm==0.33.0", "vllm==0.33.0"], class_name="LlamaModel")
+    report = ckaudit.audit(llama_folder, class_name="LlamaModel")
+    assert [p.id for p in report.plans] == ["transformers"]
+    assert "rules" in [s.check for s in report.skips]
+
+
 def test_ranks_that_no_engine_loads_over_are_not_judged(llama_folder: str) -> None:
     """Seven ranks cannot share its heads; a rule book knows of none."""
     report = ckaudit.audit(llama_folder, "rules:vllm==0.33.0", tp=(7,))

@@ -50,9 +50,10 @@ TrustRemoteCode = Annotated[
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use what is on this machine; no network.")]
 ClassName = Annotated[
-    str | None, typer.Option("--class", metavar="NAME", help="Load as this model class, not the one in config.json.")
+    str | None,
+    typer.Option("--class", metavar="NAME", help="transformers: load as this class, not the one in config.json."),
 ]
-Device = Annotated[str, typer.Option(help="Device that the load is meant for.")]
+Device = Annotated[str, typer.Option(help="transformers: the device that the load is meant for.")]
 Budget = Annotated[float, typer.Option(min=1.0, help="Seconds for one engine on one checkpoint.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep results of earlier runs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

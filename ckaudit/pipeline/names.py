@@ -13,6 +13,7 @@ from ckaudit.checkpoint import Checkpoint, read_checkpoint
 from ckaudit.engines import Engine, EngineOptions, select
 from ckaudit.errors import UsageError
 from ckaudit.findings import SEVERITIES, FailOn, Finding, Report, Skip, ordered
+from ckaudit.naming import printable
 from ckaudit.pipeline.stages import describe, refused, side_by_side
 from ckaudit.progress import NullProgress, Progress
 from ckaudit.source import Source, open_source
@@ -70,6 +71,11 @@ def audit(
             f"{', '.join(sorted(vllm))}: only vLLM has such options, and no release of it is asked.",
             "Add --engine vllm==X, or leave them out.",
         )
+    if class_name and asked is not None and all(e.id.startswith(("rules:", "vllm")) for e in asked):
+        raise UsageError(
+            f"Only transformers can be asked to load as {printable(class_name)}, and it is not asked.",
+            "Add --engine transformers, or leave the class out.",
+        )
     options = EngineOptions(
         trust_remote_code=trust_remote_code,
         device=device,
@@ -93,7 +99,7 @@ def audit(
         return replace(report, findings=found, fail_on=fail_on, allow_not_judged=allow_not_judged)
     if base is not None:
         raise UsageError(f"--base is for adapters, and {target} is none.", "Leave --base out.")
-    chosen, skipped = _default(checkpoint) if asked is None else (asked, ())
+    chosen, skipped = _default(checkpoint, class_name) if asked is None else (asked, ())
     plans = side_by_side(chosen, lambda engine: engine.plan(checkpoint, options, progress))
     findings, skips = checks.run(checkpoint, plans, tp)
     plans = refused(plans, findings, checkpoint)
@@ -156,7 +162,10 @@ def _audit_adapter(
     if base is not None:
         source = open_source(base, jobs=jobs, offline=options.offline, progress=progress)
         laid = read_base(source, adapter, progress=progress, code=options.trust_remote_code, jobs=jobs)
-        chosen, skipped = (asked, ()) if asked is not None else _default(laid.checkpoint) if laid.is_model else ((), ())
+        if asked is None and laid.is_model:
+            chosen, skipped = _default(laid.checkpoint, options.class_name)
+        else:
+            chosen = asked or ()
         judged = side_by_side(chosen, lambda engine: engine.plan(laid.checkpoint, options, progress))
         bindings = binding.bind_all(adapter, laid, judged)
     plans = tuple(b.plan for b in bindings)
@@ -190,10 +199,13 @@ def _selected(specs: Sequence[str | Engine]) -> tuple[Engine, ...]:
     return tuple({e.id: e for e in found}.values())
 
 
-def _default(checkpoint: Checkpoint) -> tuple[tuple[Engine, ...], tuple[Skip, ...]]:
+def _default(checkpoint: Checkpoint, class_name: str | None) -> tuple[tuple[Engine, ...], tuple[Skip, ...]]:
     """The engines of an audit that names none, and what it leaves out."""
     from ckaudit.engines import rules
 
+    if class_name:
+        reason = f"rule books go by the class that config.json names, not by {printable(class_name)}"
+        return select("transformers"), (Skip(check="rules", engine="vllm", reason=reason),)
     spec = rules.default_spec(checkpoint)
     if spec is not None:
         return (*select("transformers"), *select(spec)), ()
