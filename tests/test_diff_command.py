@@ -133,6 +133,13 @@ class TestExitCodes:
         assert (report.exit_code, {s.check for s in report.skips}) == (3, {"CK803", "CK804"})
         assert pipeline.diff(str(a), str(b), roundtrip=True, allow_not_judged=True).exit_code == 0
 
+    @pytest.mark.parametrize(
+        ("target", "said"),
+        [("llama-sharded", "✓ identical  "), ("llama-missing-shard", "✓ identical, as far as could be read  ")],
+    )
+    def test_what_could_not_be_read_is_not_called_identical(self, target: str, said: str) -> None:
+        assert said in ckaudit("diff", str(FIXTURES / "llama-sharded"), str(FIXTURES / target)).stdout
+
     def test_a_faulty_file_is_told_and_is_no_round_trip(self) -> None:
         """The header is whole, the data behind it is cut off."""
         a, b = (str(FIXTURES / f"llama-{x}") for x in ("good", "truncated"))

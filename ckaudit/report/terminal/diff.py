@@ -42,7 +42,7 @@ def diff(found: Diff, report: Report, *, quiet: bool, verbose: bool) -> Iterator
 def _answer(found: Diff, report: Report) -> Text:
     left = sum(c.rule is None for c in found.changes)
     if not found.changes:
-        line = Text("✓ identical", style="bold green")
+        line = Text(f"✓ identical{', as far as could be read' if found.unjudged else ''}", style="bold green")
     elif left or found.roundtrip:
         mark, style = SEVERITIES[report.worst or "note"]
         said = f"{many(left, 'difference')} not explained" if left else "not identical"
