@@ -23,7 +23,7 @@ class Probe:
     """Watches every module's outputs, in the order in which they are computed: the innermost module comes first."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, str, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self._seen: list[tuple[str, Any, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.ran: set[str] = set()
         """Paths of the modules that computed something."""
 
@@ -32,8 +32,7 @@ class Probe:
         """Inside, outputs are looked at."""
         handles = []
         for name, module in model.named_modules():
-            weighs = bool(module._parameters) and not module._modules  # else it hands on what a part of it made
-            handles.append(module.register_forward_hook(self._hook(name, type(module).__name__, weighs=weighs)))
+            handles.append(module.register_forward_hook(self._hook(name)))
         try:
             yield
         finally:
@@ -43,25 +42,34 @@ class Probe:
     def first(self) -> Culprit | None:
         """The first module that gave NaN; where none did, the first that gave Inf.
 
-        -Inf alone is what a mask is made of: it is meant where a matrix or the like gave it, not where a module that holds others did.
+        -Inf alone is what a mask is made of, and not meant, unless a weight of the module is to blame for it.
         """
         culprits = [
-            Culprit(name, kind, bool(nan.item()), bool(inf.item() if up is None else up.item()))
-            for name, kind, nan, inf, up in self._seen
+            Culprit(
+                name, type(module).__name__, bool(nan.item()), bool(up.item()) or (bool(down.item()) and _gives(module))
+            )
+            for name, module, nan, up, down in self._seen
         ]
         bad = [c for c in culprits if c.nan or c.inf]
         return next((c for c in bad if c.nan), bad[0] if bad else None) if bad else None
 
-    def _hook(self, name: str, kind: str, *, weighs: bool) -> Any:
-        def look(_module: Any, _inputs: Any, output: Any) -> None:
+    def _hook(self, name: str) -> Any:
+        def look(module: Any, _inputs: Any, output: Any) -> None:
             self.ran.add(name)
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
                     value = tensor.detach()
-                    up = None if weighs else torch.isposinf(value).any()
-                    self._seen.append((name, kind, torch.isnan(value).any(), torch.isinf(value).any(), up))
+                    down = torch.isneginf(value).any()
+                    self._seen.append((name, module, torch.isnan(value).any(), torch.isposinf(value).any(), down))
 
         return look
+
+
+def _gives(module: Any) -> bool:
+    """Whether a module's own weights explain -Inf: one is not finite, or so short a dtype may overflow in a matrix."""
+    own = [p.detach() for p in module.parameters(recurse=False) if p.is_floating_point() and not p.is_meta]
+    short = not module._modules and any(p.dtype == torch.float16 and p.dim() > 1 for p in own)
+    return short or not all(bool(torch.isfinite(p).all().item()) for p in own)
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
