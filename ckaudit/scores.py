@@ -117,6 +117,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     drifts: tuple[Drift, ...] = ()
     faults: tuple[Planted, ...] = ()
 
+    @property
+    def nothing_compared(self) -> bool:
+        """Whether two sides were to be compared and there is no number to show for it."""
+        return self.comparison is not None and self.comparison.relative is None
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How a side is run. `dtype`: `auto` (the checkpoint's), float32, bfloat16, float16; `attention`: a name that transformers knows."""

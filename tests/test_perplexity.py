@@ -319,6 +319,48 @@ def test_a_row_that_is_not_finite_is_a_finding_and_no_number() -> None:
     assert [(f.check, f.names) for f in found] == [("CK653", ("r1",))]
 
 
+def test_a_reference_that_is_not_finite_is_no_pass() -> None:
+    broken, sound = score(*rows(10.0, None)), score(*rows(10.0, 10.0))
+    outcome = Outcome(score=sound, reference=broken, comparison=compare(broken, sound, 0.01))
+    (finding,) = checks.run(outcome)[0]
+    assert (finding.check, finding.names) == ("CK653", ("r1",))
+    assert finding.message == "1 of 2 rows of the reference give NaN or Inf."
+    assert outcome.nothing_compared
+
+
+def test_a_perplexity_past_every_number_is_a_finding() -> None:
+    found = checks.run(Outcome(score=score(*rows(10.0 * 800))))[0]  # exp(800) overflows
+    assert [(f.check, f.names) for f in found] == [("CK653", ())]
+
+
+def test_sides_without_a_row_in_common_are_not_judged() -> None:
+    left, right = score(*rows(10.0, 10.0)[:1]), score(*rows(10.0, 10.0)[1:])
+    findings, skips = checks.run(Outcome(score=right, reference=left, comparison=compare(left, right, 0.01)))
+    assert findings == ()
+    assert [s.check for s in skips] == ["CK651"]
+    assert "nothing was compared" in skips[0].reason
+    sound = Outcome(score=left, reference=left, comparison=compare(left, left, 0.01))
+    assert checks.run(sound) == ((), ())
+
+
+def test_what_two_sides_and_a_reference_to_keep_do_not_go_with(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(FLOAT, dtype="bfloat16")
+    with pytest.raises(UsageError, match="two comparisons"):
+        ppl(against="http://127.0.0.1:9/v1", candidate_settings=other)
+    for comparison in ({"against": "http://127.0.0.1:9/v1"}, {"candidate_settings": other}):
+        with pytest.raises(UsageError, match="the target's own score"):
+            ppl(save_reference=tmp_path / "r.json", **comparison)
+
+
+def test_a_row_that_the_reference_skipped_is_told() -> None:
+    part = msgspec.structs.replace(score(*rows(1.0)), skipped=(Skipped("p", "no image processor"),))
+    whole = score(*rows(1.0))
+    told = checks.run(Outcome(score=whole, reference=part, comparison=compare(part, whole, 0.01)))[1]
+    assert [s.reason for s in told] == ["row p of the reference: no image processor"]
+    both = checks.run(Outcome(score=part, reference=part, comparison=compare(part, part, 0.01)))[1]
+    assert [s.reason for s in both] == ["row p: no image processor"]
+
+
 def test_a_skipped_row_is_a_skip() -> None:
     part = msgspec.structs.replace(score(*rows(1.0)), skipped=(Skipped("p", "no image processor"),))
     assert checks.run(Outcome(score=part))[1][0].reason == "row p: no image processor"

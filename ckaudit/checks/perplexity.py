@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ckaudit.findings import Check, Finding, Skip
-from ckaudit.scores import Outcome
+from ckaudit.scores import Outcome, Score
 
 MOVED = Check("CK651", "perplexity beyond the tolerance", "error")
 DRIFT = Check("CK652", "the two sides see different tokens", "error")
@@ -33,12 +35,9 @@ def _finding(
 def run(outcome: Outcome) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
     """Findings and skips of one `ckaudit ppl`."""
     findings: list[Finding] = []
-    endless = tuple(row.id for row in outcome.score.rows if row.nll is None)
-    if endless:
-        message = f"{len(endless)} of {len(outcome.score.rows)} rows give NaN or Inf."
-        findings.append(
-            _finding(NOT_FINITE, endless, message, "Run `ckaudit load` to see the first layer that is not finite.")
-        )
+    findings += _not_finite(outcome.score, "")
+    if outcome.reference is not None:
+        findings += _not_finite(outcome.reference, " of the reference")
     findings += _compared(outcome)
     for planted in outcome.faults:
         if not planted.seen and planted.not_applicable is None:
@@ -48,8 +47,22 @@ def run(outcome: Outcome) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
                 _finding(HIDDEN, (planted.fault,), message, "Give more rows of the kind that it hurts.", found=size)
             )
     skips = [Skip("CK651", f"row {row.id}: {row.reason}") for row in outcome.score.skipped]
+    here = {row.id for row in outcome.score.skipped}
+    theirs = outcome.reference.skipped if outcome.reference is not None else ()
+    skips += [Skip("CK651", f"row {row.id} of the reference: {row.reason}") for row in theirs if row.id not in here]
+    if outcome.nothing_compared:
+        skips.append(Skip("CK651", "nothing was compared: the sides have no rows in common that give a number on both"))
     skips += [Skip("CK654", f"{p.fault}: {p.not_applicable}") for p in outcome.faults if p.not_applicable]
     return tuple(findings), tuple(skips)
+
+
+def _not_finite(score: Score, side: str) -> Iterator[Finding]:
+    endless = tuple(row.id for row in score.rows if row.nll is None)
+    mend = "Run `ckaudit load` to see the first layer that is not finite."
+    if endless:
+        yield _finding(NOT_FINITE, endless, f"{len(endless)} of {len(score.rows)} rows{side} give NaN or Inf.", mend)
+    elif score.rows and score.perplexity is None:
+        yield _finding(NOT_FINITE, (), f"The perplexity{side} is too large for a number.", mend)
 
 
 def _compared(outcome: Outcome) -> list[Finding]:

@@ -41,6 +41,14 @@ def run(
     """
     if options.save_reference is not None and not options.save_reference.absolute().parent.is_dir():
         raise UsageError(f"{options.save_reference} cannot be written: its folder does not exist.", "Make it first.")
+    compared = bool(candidate or options.candidate_settings)
+    if options.against and compared:
+        raise UsageError("A server and a candidate are two comparisons.", "Give --against or --candidate…, not both.")
+    if options.save_reference is not None and (options.against or compared):
+        raise UsageError(
+            "A reference is the target's own score, and here another side is under test.",
+            "Keep it first, in a run with --save-reference alone; then compare with --reference.",
+        )
     side = _Side(repo, options, progress, cache)
     rows = data.load(options.data, options.rows)
     kept = references.entry(options.reference, options.entry or repo.name) if options.reference else None
@@ -54,7 +62,7 @@ def run(
     if options.against:
         score = _serve(side, rows, options, drifts)  # first: a server that is not there or cannot tell is known at once
         reference = kept.score if kept else side.score(rows, options.settings)
-    elif candidate or options.candidate_settings:
+    elif compared:
         reference = kept.score if kept else side.score(rows, options.settings)
         other = _Side(candidate, options, progress, cache) if candidate else side
         score = other.score(rows, options.candidate_settings or options.settings)
@@ -189,7 +197,7 @@ def versions() -> dict[str, str]:
 
 
 def save_reference(path: Path, name: str, outcome: Outcome, options: PplOptions) -> None:
-    """Keep the outcome's score as the reference `name`. Raises UsageError for a score that is no reference (not finite, rows skipped)."""
+    """Keep the outcome's score as the reference `name`. Raises UsageError for a score that is no reference: not finite."""
     if outcome.score.perplexity is None:
         raise UsageError("A score that is not finite cannot be a reference.", "See the findings.")
     tolerance = references.DEFAULT_TOLERANCE if options.tolerance is None else options.tolerance

@@ -49,6 +49,7 @@ def measure(
         skips=skips,
         perplexity=msgspec.to_builtins(outcome),
         fail_on=fail_on,
+        unanswered=outcome.nothing_compared,
     )
 
 
