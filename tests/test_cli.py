@@ -98,6 +98,8 @@ class TestUsage:
             ["names", "fixtures/llama-good", "--engine", "vllm>=0.33", "--fetch", "--offline"],
             ["names", "fixtures/llama-good", "--hf-overrides", "[1]"],
             ["names", "fixtures/llama-good", "--pp", "2"],
+            ["load", "fixtures/llama-good", "--engine", "vllm", "--stats", "x.csv"],
+            ["load", "fixtures/llama-good", "--engine", "vllm", "--expect", "x.json"],
             ["engines", "remove", "vllm==0.0.1"],
             ["engines", "add", "torch==1"],
             ["checks", "CK999"],

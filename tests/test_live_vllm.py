@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckaudit.checkpoint import read_checkpoint
+from ckaudit.errors import UsageError
 from ckaudit.materialize.job import LoadOptions
 from ckaudit.materialize.live import CHILD, LiveResult, disagreements, load_vllm
 from ckaudit.pipeline import load as pipeline
@@ -116,3 +117,13 @@ def test_a_file_that_no_loader_opens_is_no_disagreement(
     report = pipeline.load(str(tmp_path), LoadOptions(), engine="vllm").report
     assert [p.verdict for p in report.plans] == ["loads" if wrong else "fails", "fails"]
     assert [f.check for f in report.findings if f.check == "CK607"] == wrong
+
+
+@pytest.mark.parametrize(
+    "asked", [{"expect": "before.json"}, {"shards": 1}, {"class_name": "X"}, {"modalities": ("text",)}, {"tp": True}]
+)
+def test_what_its_load_does_not_go_by_is_refused_before_anything_is_read(asked: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="vLLM's own load does not go by --"):
+        pipeline.load("/no/such/folder", LoadOptions(**asked), engine="vllm")
+    with pytest.raises(UsageError, match="no file or folder"):  # transformers' does
+        pipeline.load("/no/such/folder", LoadOptions(**asked))

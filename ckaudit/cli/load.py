@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ckaudit.cli.options import ClassName, Debug, ExitFrom, FailOn, Jobs, Json, Offline, TargetArg, TrustRemoteCode
+from ckaudit.errors import UsageError
 
 
 def load(
@@ -57,6 +58,8 @@ def load(
 
     console.check(json, quiet=quiet, verbose=verbose)
     if stats is not None:
+        if engine == "vllm":
+            raise UsageError("vLLM's own load looks at no values for --stats.", "Load with transformers.")
         table.check_target(stats)
     options = LoadOptions(
         device=device,

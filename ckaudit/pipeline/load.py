@@ -10,7 +10,7 @@ import msgspec
 from ckaudit.checkpoint import read_checkpoint
 from ckaudit.checks.observed import Observed
 from ckaudit.engines import EngineOptions, select
-from ckaudit.errors import EngineError
+from ckaudit.errors import EngineError, UsageError
 from ckaudit.findings import FailOn, Report, ordered
 from ckaudit.pipeline.stages import describe, refused, side_by_side
 from ckaudit.plan import Plan
@@ -19,6 +19,16 @@ from ckaudit.source import open_source
 
 if TYPE_CHECKING:
     from ckaudit.materialize import LoadOptions, LoadResult
+
+
+_UNHEARD = {
+    "class_name": "--class",
+    "shards": "--shards",
+    "expect": "--expect",
+    "modalities": "--modality",
+    "tp": "--tp",
+}
+"""What a load by vLLM cannot answer, by the field of LoadOptions: passed over, it would pass for answered."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -54,6 +64,10 @@ def load(
     progress = progress or NullProgress()
     if engine not in ("transformers", "vllm"):
         raise EngineError(f"`ckaudit load` knows no engine {engine!r}.", "Use transformers or vllm.")
+    if engine == "vllm" and (unheard := [flag for field, flag in _UNHEARD.items() if getattr(options, field)]):
+        raise UsageError(
+            f"vLLM's own load does not go by {' and '.join(unheard)}.", "Leave it out, or load with transformers."
+        )
     source = open_source(target, jobs=jobs, offline=offline, progress=progress)
     checkpoint = read_checkpoint(source, progress=progress, code=options.trust_remote_code, jobs=jobs)
     asked = EngineOptions(trust_remote_code=options.trust_remote_code, class_name=options.class_name, offline=offline)
