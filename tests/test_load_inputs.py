@@ -147,6 +147,11 @@ def _instructblip(t: Any) -> Any:
     return t.InstructBlipForConditionalGeneration(config)
 
 
+def _instructblip_video(t: Any) -> Any:
+    config = t.InstructBlipVideoConfig(**_instructblip(t).config.to_dict() | {"video_token_index": 300})
+    return t.InstructBlipVideoForConditionalGeneration(config)
+
+
 def _idefics(t: Any) -> Any:
     vision = {
         "embed_dim": 32,
@@ -273,6 +278,7 @@ MODELS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "frames between marks of pictures": (_glm, ["text", "image", "video"]),
     "bands last": (_granite_speech, ["text", "audio"]),
     "a question beside the picture": (_instructblip, ["image"]),
+    "a video among pixel values": (_instructblip_video, ["image"]),
     "pictures that each word looks at": (_idefics, ["image"]),
     "boxes as shares of a page": (_udop, ["text", "image"]),
     "a question that has to end": (_splinter, ["text"]),

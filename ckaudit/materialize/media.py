@@ -129,14 +129,15 @@ class Media:
         n = self._side**2
         if "video_grid_thw" in takes:
             thw = torch.tensor([[FRAMES, self._side, self._side]])
-            seconds = {"second_per_grid_ts": torch.ones(1)} if "second_per_grid_ts" in self._takes else {}
-            merged = {"video_merge_sizes": torch.ones(1, dtype=torch.long)} if "video_merge_sizes" in takes else {}
-            yield {
-                "pixel_values_videos": self.noise(FRAMES * n, self._patch_width()),
-                "video_grid_thw": thw,
-                **seconds,
-                **merged,
+            seconds: Tensors = {
+                k: torch.ones(1) for k in ("second_per_grid_ts", "video_second_per_grid") if k in self._takes
             }
+            merged = {"video_merge_sizes": torch.ones(1, dtype=torch.long)} if "video_merge_sizes" in takes else {}
+            for pixels in (
+                self.noise(FRAMES * n, self._patch_width()),
+                self.noise(FRAMES * n, channels, patch, patch),
+            ):
+                yield {"pixel_values_videos": pixels, "video_grid_thw": thw, **seconds, **merged}
         if "video_position_ids" in takes:
             pixels = self.noise(1, FRAMES, n, self._patch_width())
             counts = {"num_frames_per_video": torch.tensor([FRAMES])} if "num_frames_per_video" in takes else {}

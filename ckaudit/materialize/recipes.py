@@ -23,6 +23,7 @@ _INPUT = re.compile(
     "pixel|patches|image|video|audio|visual|speaker|bbox|qformer|codes|_values$|feats$|features$|^states?$"
 )
 """Parameters of a forward method that stand for something to look at or to hear."""
+_FEW = 8
 _SPECIAL = ("image", "video", "audio")
 _PICTURES = {"pixel_values", "flattened_patches"}
 _PATCHES = {"hidden_states", "grid_thw"}
@@ -105,7 +106,9 @@ class Recipes:
             for series in self._beside.series():
                 yield partial(dict, series)
             return
-        placeholder = self._placeholder(kind)
+        placeholder, way = self._placeholder(kind), kind
+        if kind == "image" and placeholder is None and "pixel_values" in self._media.own_parameters("video"):
+            placeholder, way = self._placeholder("video"), "video"  # a model of videos that calls them pixel values
         for tensors in self._media.of(kind):
             if placeholder is None or "input_ids" not in self.takes:
                 yield partial(self._alone, tensors)
@@ -114,7 +117,7 @@ class Recipes:
                 if hasattr(self.config, "decoder"):  # some read them in place of what the decoder has written so far
                     yield partial(self._alone, tensors, decoder=False)
                 continue
-            yield partial(self._mixed, kind, tensors, placeholder, names)
+            yield partial(self._mixed, way, tensors, placeholder, names)
             if kind == "video":
                 yield from self._framed(tensors, placeholder, names)
 
@@ -185,10 +188,12 @@ class Recipes:
         self, kind: str, tensors: Tensors, placeholder: int, count: int, groups: int = 1, inner: str | None = None
     ) -> Tensors:
         """Text before and after `groups` times `count` placeholders between marks; marks of kind `inner` stand inside those of `kind`."""
-        before, after = (
-            self._words.ids(self._words.length // 4),
-            self._words.ids(self._words.length - self._words.length // 4),
-        )
+        length = self._words.length
+        if (
+            self.room is not None
+        ):  # as many words as there are positions beside the placeholders, and a few where there are none
+            length = min(length, max(self.room - groups * (count + 2) - 2, _FEW))
+        before, after = self._words.ids(length // 4), self._words.ids(length - length // 4)
         start, end = self._brackets(inner or kind)
         if groups > 1 and not (start.numel() or end.numel()):
             end = self._words.ids(1)  # a word between them, or they are one
