@@ -57,6 +57,12 @@ def test_inf_in_a_mask_is_what_masks_are_made_of() -> None:
     assert found(stats("h.0.attn.mask", (8, 8), inf=28)) == {}
 
 
+def test_integers_that_are_made_of_a_weight_when_it_is_used_are_zero_before() -> None:
+    """I-BERT (transformers, models/ibert/quant_modules.py) keeps `weight_integer` beside every weight, and fills it in its integer mode."""
+    assert found(zeros("encoder.layer.0.attention.self.query.weight_integer")) == {}
+    assert found(zeros("encoder.layer.0.attention.self.query.weight")) != {}
+
+
 def test_inf_as_a_bound_says_that_there_is_none() -> None:
     assert found(stats("layers.0.ffw_layer_1.input_max", (), count=1, inf=1)) == {}
     assert found(stats("layers.0.input_max", (64,), inf=1)) == {"CK501": ("layers.0.input_max",)}

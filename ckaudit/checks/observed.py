@@ -73,7 +73,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 # weights, and -Inf is what a mask is made of.
 _BUFFER = re.compile(
     r"(^|_)(masked_bias|mask|position_ids|inv_freq|rotary|freqs|cos|sin|index|running_mean|running_var|num_batches_tracked|mel_filters"
-    r"|window|g_idx|A_log)(_|$)"
+    r"|window|g_idx|A_log|integer)(_|$)"
 )
 # What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
 _COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
