@@ -18,8 +18,6 @@ _WIDE = 64
 FRAMES = 4
 _SAMPLES = 19200
 """Samples of sound: 1.2 s of most models, and a multiple of their strides (320, 640, 1920)."""
-_LARGER, _LARGEST = 4, 2048
-"""Times the size that the config names, and pixels along a side: of models that look at a picture in several sizes."""
 _LONGEST = 3000
 """Frames of sound: the 30 s of Whisper, the longest window that a model insists on."""
 _MELS = (
@@ -120,8 +118,6 @@ class Media:
             yield {"pixel_values": self.noise(1, tiles, channels, high, wide), **variants[0]}
         yield {"pixel_values": self.noise(1, n, self._patch_width())}
         yield {"pixel_values": self.noise(n, self._patch_width())}
-        if _LARGER * max(high, wide) <= _LARGEST:
-            yield {"pixel_values": self.noise(1, channels, _LARGER * high, _LARGER * wide)}
 
     def _videos(self) -> Iterator[Tensors]:
         takes = self._feature_parameters("video")
