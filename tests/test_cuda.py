@@ -19,15 +19,16 @@ import tiny_models  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_load import KINDS, checks, run, spoil  # noqa: E402
 
+from ckaudit.header import TORCH_DTYPES  # noqa: E402
 from ckaudit.materialize import moments, values  # noqa: E402
-from ckaudit.materialize.dtypes import DTYPE_NAMES, torch_dtype, torch_shape  # noqa: E402
+from ckaudit.materialize.dtypes import torch_dtype, torch_shape  # noqa: E402
 from ckaudit.materialize.hostmap import MappedFiles  # noqa: E402
 from ckaudit.materialize.layout import Stored, plan  # noqa: E402
 from ckaudit.materialize.stream import DeviceStream  # noqa: E402
 from ckaudit.naming import natural_key  # noqa: E402
 
 GPU = torch.device("cuda", 0)
-KNOWN = [name for name in DTYPE_NAMES if name == "U8" or torch_dtype(name) is not torch.uint8]
+KNOWN = [name for name in TORCH_DTYPES if name == "U8" or torch_dtype(name) is not torch.uint8]
 
 
 def drawn(dtype: str, size: int) -> bytes:

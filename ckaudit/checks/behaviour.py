@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ckaudit.findings import Blame, Check, Finding, Severity, Skip
+from ckaudit.findings import Blame, Check, Finding, Skip, finding
 from ckaudit.naming import printable
 
 LOAD_RAISES = Check("CK601", "the load raises", "error")
@@ -232,20 +232,5 @@ def _shown(fingerprint: Mapping[str, Any]) -> str:
     return f"ids {', '.join(map(str, fingerprint['ids']))}; logits {logits}"
 
 
-def _finding(
-    check: Check, engine: str, message: str, mend: str, *, names: Sequence[str] = (), blame: Blame = "checkpoint",
-    severity: Severity | None = None, wanted: str = "", found: str = "",
-) -> Finding:  # fmt: skip
-    return Finding(
-        check=check.id,
-        title=check.title,
-        severity=severity or check.severity,
-        blame=blame,
-        engine=engine,
-        names=tuple(names),
-        count=max(1, len(names)),
-        message=message,
-        mend=mend,
-        wanted=wanted,
-        found=found,
-    )
+def _finding(check: Check, engine: str, message: str, mend: str, *, names: Sequence[str] = (), **more: Any) -> Finding:
+    return finding(check, message, names, engine=engine, mend=mend, count=max(1, len(names)), **more)

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from ckaudit.errors import CkauditError
-from ckaudit.header import DTYPE_BITS
+from ckaudit.header import DTYPE_BITS, FLOATS
 from ckaudit.materialize.layout import Stored
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 # What a quantised checkpoint becomes where the device has no kernels for it: elements per stored element, and bits of each.
 # Facts: transformers 5.24 `quantizers/quantizer_finegrained_fp8.py` and `quantizer_mxfp4.py` (`dequantize` without a GPU that can).
 _DEQUANTIZED = {"fp8": {"F8_E4M3": (1, 16)}, "mxfp4": {"U8": (2, 16)}}
@@ -53,7 +52,7 @@ def estimate(
         if tensor.dtype in changes:
             factor, bits = changes[tensor.dtype]
             size = elements * factor * bits // 8
-        elif dtype is not None and tensor.dtype in _FLOATS and dtype in _FLOATS and tensor.dtype != dtype:
+        elif dtype is not None and tensor.dtype in FLOATS and dtype in FLOATS and tensor.dtype != dtype:
             size = elements * DTYPE_BITS[dtype] // 8
         if size is None:
             size = tensor.nbytes

@@ -14,7 +14,7 @@ import torch
 from ckaudit.errors import SourceError
 from ckaudit.materialize.dtypes import torch_dtype, torch_shape
 from ckaudit.materialize.layout import Layout, Stored
-from ckaudit.materialize.reader import cut_short
+from ckaudit.materialize.reader import CHECK_FILE, cut_short
 from ckaudit.materialize.stream import Ready
 
 
@@ -40,11 +40,11 @@ class MappedFiles:
         try:
             handle = os.open(self._files[shard], os.O_RDONLY)
         except OSError as error:
-            raise SourceError(f"Cannot open {self._files[shard]!r}: {error.strerror}.") from error
+            raise SourceError(f"Cannot open {self._files[shard]!r}: {error.strerror}.", CHECK_FILE) from error
         try:
             self._maps[shard] = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
-            raise SourceError(f"Cannot map {self._files[shard]!r}: {error}.") from error
+            raise SourceError(f"Cannot map {self._files[shard]!r}: {error}.", CHECK_FILE) from error
         finally:
             os.close(handle)
         return self._maps[shard]

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ckaudit.checks.observed import Observed, TensorStats, candidates
+from ckaudit.header import FLOATS, TORCH_DTYPES
 from ckaudit.materialize import layout as layouts
 from ckaudit.materialize.classes import first_value, sub_configs
 from ckaudit.materialize.estimate import Estimate, estimate, require
@@ -27,7 +28,7 @@ from ckaudit.materialize.stream import UNBOUNDED, DeviceStream
 from ckaudit.materialize.values import Scan, of_parameters
 from ckaudit.materialize.watch import Watch
 
-_DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+_DTYPES = {TORCH_DTYPES[name]: name for name in FLOATS}
 _COLD = 0.5
 """Share of the files in the page cache below which reading is a matter of the disk."""
 _SWITCH = 2e-5
@@ -181,7 +182,7 @@ def _wanted(job: LoadJob) -> list[layouts.Stored]:
 
 def _target_dtype(job: LoadJob, config: Any) -> str | None:
     dtype = job.options.dtype or getattr(config, "dtype", None)
-    return _DTYPES.get(f"torch.{str(dtype).removeprefix('torch.')}") if dtype is not None else None
+    return _DTYPES.get(str(dtype).removeprefix("torch.")) if dtype is not None else None
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

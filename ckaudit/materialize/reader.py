@@ -17,6 +17,7 @@ from ckaudit.materialize.layout import Run, Window
 Access = Literal["buffered", "ahead", "direct"]
 """How files are read: through the page cache; the same with the kernel told to read ahead; or past it (O_DIRECT)."""
 
+CHECK_FILE = "Check the disk and the file's permissions."
 PAGE = 4096
 """Bytes. What O_DIRECT wants offsets, lengths and addresses to be multiples of, on every common file system."""
 
@@ -76,7 +77,7 @@ class Reader:
             except OSError as error:
                 raise SourceError(
                     f"Cannot read {self._files[shard]!r}: {error.strerror}.",
-                    "Check the disk and the file's permissions.",
+                    CHECK_FILE,
                 ) from error
             if not got:
                 raise cut_short(self._files[shard], os.fstat(handle).st_size, start + run.nbytes)
@@ -94,7 +95,7 @@ class Reader:
                 if direct and error.errno == errno.EINVAL:  # a file system without direct reads, such as tmpfs
                     self._access = "buffered"
                     return self._open(shard, False)
-                raise SourceError(f"Cannot open {self._files[shard]!r}: {error.strerror}.") from error
+                raise SourceError(f"Cannot open {self._files[shard]!r}: {error.strerror}.", CHECK_FILE) from error
             if self._access == "ahead":
                 os.posix_fadvise(self._handles[key], 0, 0, os.POSIX_FADV_WILLNEED)
         return self._handles[key]

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckaudit.header import FLOATS
 from ckaudit.materialize.dtypes import torch_dtype
 
-_NATIVE = frozenset({"F64", "F32", "F16", "BF16"})
-"""Reduced as they are; everything else is decoded block by block."""
 _WIDE = frozenset(
     {"F64", "F8_E8M0", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F6_E2M3", "F6_E3M2"}
 )
@@ -54,7 +53,7 @@ class Rows(NamedTuple):
 
 def blocks(members: tuple[int, ...], dtype: str, flat: torch.Tensor) -> Iterator[Rows]:
     """The reductions of the rows of `flat` (tensors, bytes), block by block."""
-    if flat.device.type != "cpu" and dtype in _NATIVE:
+    if flat.device.type != "cpu" and dtype in FLOATS:
         size = _BLOCK  # of each row: nothing is copied
     else:
         size = max(1, (CPU_BLOCK if flat.device.type == "cpu" else _DECODED_BLOCK) // flat.shape[0])
@@ -94,7 +93,7 @@ def _nonzero(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
 
 
 def decoded(dtype: str, flat: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """The rows of `flat` as numbers, `size` elements of each row at a time: views of native floats, else decoded copies."""
+    """The rows of `flat` as numbers, `size` elements of each row at a time: views of plain floats, else decoded copies."""
     if dtype == "F4":
         table = torch.tensor(_E2M1, device=flat.device)
         for part in flat.split(max(1, size // 2), dim=1):
@@ -105,7 +104,7 @@ def decoded(dtype: str, flat: torch.Tensor, size: int) -> Iterator[torch.Tensor]
         values = torch.view_as_real(values).flatten(1)
     for part in values.split(size, dim=1):
         yield (
-            part if dtype in _NATIVE or dtype == "C64" else part.to(torch.float64 if dtype in _WIDE else torch.float32)
+            part if dtype in FLOATS or dtype == "C64" else part.to(torch.float64 if dtype in _WIDE else torch.float32)
         )
 
 

@@ -59,7 +59,9 @@ def write(stats: Iterable[TensorStats], path: Path) -> None:
             arrow, parquet = _pyarrow()
             parquet.write_table(arrow.table({c: [r[c] for r in rows] for c in COLUMNS}), path)
     except OSError as error:
-        raise UsageError(f"--stats {str(path)!r} cannot be written: {error.strerror}.") from error
+        raise UsageError(
+            f"--stats {str(path)!r} cannot be written: {error.strerror}.", "Name another file, or make room."
+        ) from error
 
 
 def by_layer(stats: Iterable[TensorStats]) -> tuple[Layer, ...]:

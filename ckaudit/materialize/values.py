@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 
 from ckaudit.checks.observed import TensorStats
-from ckaudit.materialize.dtypes import DTYPE_NAMES, torch_dtype
+from ckaudit.header import TORCH_DTYPES
+from ckaudit.materialize.dtypes import torch_dtype
 from ckaudit.materialize.layout import Arena, Layout, Stored
 from ckaudit.materialize.moments import Part, exact, merged, parts_of, unsettled
 from ckaudit.materialize.reductions import SMALL, Rows, blocks
@@ -236,7 +237,7 @@ def of_parameters(model: Any) -> tuple[TensorStats, ...]:
 
 
 def _of_device(device: torch.device, held: dict[str, torch.Tensor]) -> tuple[TensorStats, ...]:
-    names = {dtype: name for name in DTYPE_NAMES if (dtype := torch_dtype(name)) is not torch.uint8 or name == "U8"}
+    names = {dtype: name for name in TORCH_DTYPES if (dtype := torch_dtype(name)) is not torch.uint8 or name == "U8"}
     stored = tuple(Stored(name, 0, names[t.dtype], tuple(t.shape), 0, t.nbytes) for name, t in held.items())
     arenas = tuple(Arena(tensor.nbytes, ((index, 0),)) for index, tensor in enumerate(stored))
     scan = Scan(Layout(stored, arenas, (), tuple((index, 0) for index in range(len(stored)))), device)
