@@ -304,6 +304,57 @@ def test_a_cache_snapshot_is_read_through_its_blobs_alone(cached: Path, spelling
     assert "leads out of the target" in reason(source, "evil.json")
 
 
+@pytest.mark.parametrize("through", ["itself", "a link to the snapshot"])
+def test_a_file_of_a_cache_snapshot_is_read_with_what_is_beside_it(cached: Path, tmp_path: Path, through: str) -> None:
+    snapshot = cached / "snapshots" / NEW
+    if through != "itself":
+        (tmp_path / "link").symlink_to(snapshot)
+        snapshot = tmp_path / "link"
+    source = open_source(str(snapshot / "a.safetensors"))
+    assert list(source.files()) == ["a.safetensors", "config.json", "evil.json"]
+    assert source.revision == NEW
+    assert source.files()["a.safetensors"] == FileInfo("a.safetensors", 7, "e" * 64)
+    assert (all_of(source, "a.safetensors"), all_of(source, "config.json")) == (b"weights", b"{}")
+    assert "leads out of the target" in reason(source, "evil.json")
+
+
+def test_an_index_of_a_cache_snapshot_brings_its_shards_and_tells_which_are_not_there(cached: Path) -> None:
+    index = cached / "snapshots" / NEW / "model.safetensors.index.json"
+    (cached / "blobs" / ("1" * 40)).write_bytes(b'{"weight_map": {"x": "b.safetensors", "y": "c.safetensors"}}')
+    index.symlink_to("../../blobs/" + "1" * 40)
+    source = open_source(str(index))
+    assert all_of(source, "b.safetensors") == b"shared weights"
+    assert "not in the local cache" in reason(source, "c.safetensors")
+
+
+@pytest.mark.parametrize("spelling", ["transformer", "transformer/x.safetensors"])
+def test_a_folder_in_a_cache_snapshot_is_read_through_the_blobs_too(cached: Path, spelling: str) -> None:
+    """A part of a pipeline, as diffusers saves it: links lead a folder further up."""
+    inside = cached / "snapshots" / NEW / "transformer"
+    inside.mkdir()
+    (inside / "config.json").symlink_to("../../../blobs/" + "0" * 40)
+    (inside / "x.safetensors").symlink_to("../../../blobs/" + "e" * 64)
+    (inside / "evil.json").symlink_to("../../../../secret.json")
+    (cached / "trees").mkdir()
+    held = ", ".join(f'"{path}": {{"size": 7}}' for path in ("a.json", "transformer/b.json", "transformer/in/c.json"))
+    (cached / "trees" / f"{NEW}.json").write_text(f'{{"files": {{{held}}}}}')
+    source = open_source(str(cached / "snapshots" / NEW / spelling))
+    held_back = ["in/c.json"] if spelling == "transformer" else []  # one file brings no folders
+    assert list(source.files()) == ["b.json", "config.json", "evil.json", *held_back, "x.safetensors"]
+    assert (source.revision, all_of(source, "x.safetensors"), all_of(source, "config.json")) == (NEW, b"weights", b"{}")
+    assert "leads out of the target" in reason(source, "evil.json")
+
+
+def test_a_folder_that_only_looks_like_a_part_of_the_cache_keeps_links_inside(cached: Path) -> None:
+    """As a repo that was cloned beside a cache: blobs are its own only in `models--org--name/snapshots/COMMIT`."""
+    clone = cached / "clone" / NEW
+    clone.mkdir(parents=True)
+    (clone / "x.safetensors").write_bytes(b"x")
+    (clone / "config.json").symlink_to("../../blobs/" + "0" * 40)
+    for spelling in (clone, clone / "x.safetensors"):
+        assert "leads out of the target" in reason(open_source(str(spelling)), "config.json")
+
+
 def test_another_snapshot_is_named_by_its_folder(cached: Path) -> None:
     assert open_source(str(cached / "snapshots" / OLD)).revision == OLD
     (cached / "refs" / "main").unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -119,8 +120,8 @@ def open_folder(path: Path, name: str) -> LocalSource:
         return open_snapshot(real, _cached_commit(real, None), name)
     if real.name == "snapshots" and real.parent.name.startswith("models--"):
         return open_snapshot(real.parent, _cached_commit(real.parent, None), name)
-    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
-        return open_snapshot(real.parent.parent, real.name, name)
+    if (inside := _in_snapshot(real)) is not None:
+        return open_snapshot(*inside[:2], name, under=inside[2])
     cached = sorted(p.name for p in real.glob("models--*/snapshots"))
     if cached and not any(real.glob("*.safetensors*")):
         raise UsageError(
@@ -131,18 +132,26 @@ def open_folder(path: Path, name: str) -> LocalSource:
 
 def open_file(path: Path, name: str) -> LocalSource:
     """One weight file or one index, with the small files of its folder; an index also with the shards beside it."""
-    folder, own = path.parent, as_text(path.name)
-    shown = printable(name)
+    own, shown = as_text(path.name), printable(name)
     if not path.exists():
         raise SourceError(f"{shown} is a link to nothing.", "Give the file itself.")
     if not path.is_file():
         raise UsageError(f"{shown} is neither a file nor a folder.", _SPELLINGS)
     if _INDEX.search(own):
-        return LocalSource(folder, name=name, only=lambda p: p == own or not _INDEX.search(p))
+        return _with(path, name, lambda p: not _INDEX.search(p))
     if own.endswith(".safetensors"):
-        # The user named this very file, so its own link is followed wherever it leads.
-        return LocalSource(folder, name=name, only=lambda p: p == own or _companion(p), stores=(path,))
+        return _with(path, name, _companion)
     raise UsageError(f"{shown} is not a checkpoint that ckaudit reads.", _SPELLINGS)
+
+
+def _with(path: Path, name: str, beside: Callable[[str], bool]) -> LocalSource:
+    """A file and those `beside` it. The user named this very file, so its own link is followed wherever it leads."""
+    own = as_text(path.name)
+    inside = _in_snapshot(Path(os.path.realpath(path.parent)))
+    if inside is None:
+        return LocalSource(path.parent, name=name, only=lambda p: p == own or beside(p), stores=(path,))
+    repo, commit, under = inside
+    return open_snapshot(repo, commit, name, under=under, only=lambda p: p == own or beside(p), stores=(path,))
 
 
 def _companion(path: str) -> bool:
@@ -150,12 +159,29 @@ def _companion(path: str) -> bool:
     return path.endswith((".json", ".py")) and not _INDEX.search(path)
 
 
-def open_snapshot(repo: Path, commit: str, name: str, kind: str = "local") -> LocalSource:
-    """One snapshot of `repo`, a `models--org--name` folder. What the commit holds but the cache does not is listed as unreadable."""
+def open_snapshot(
+    repo: Path, commit: str, name: str, kind: str = "local", *,
+    under: str = "", only: Callable[[str], bool] | None = None, stores: tuple[Path, ...] = (),
+) -> LocalSource:  # fmt: skip
+    """One snapshot of `repo`, a `models--org--name` folder, or the folder `under` it; `only` and `stores` as LocalSource has them.
+
+    What the commit holds but the cache does not is listed as unreadable.
+    """
     root = repo / "snapshots" / commit
     # Where huggingface_hub 2 shares blobs between repos, a repo's blob is itself a link into the cache's own `blobs`.
-    stores = (repo / "blobs", repo.parent / "blobs")
-    return LocalSource(root, name=name, kind=kind, revision=commit, stores=stores, absent=_absent(repo, root))
+    stores = (repo / "blobs", repo.parent / "blobs", *stores)
+    absent = _absent(repo, root, under)
+    if only is not None:
+        absent = {path: info for path, info in absent.items() if "/" not in path and only(path)}
+    return LocalSource(root / under, name=name, kind=kind, revision=commit, only=only, stores=stores, absent=absent)
+
+
+def _in_snapshot(real: Path) -> tuple[Path, str, str] | None:
+    """Of a folder in the Hugging Face cache: the repo's folder, the commit, and the folder's path in the commit ("" for all of it)."""
+    for root in (real, *real.parents):
+        if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+            return root.parent.parent, root.name, "" if root == real else real.relative_to(root).as_posix()
+    return None
 
 
 def cached_commit(repo: Path, revision: str | None) -> str | None:
@@ -190,18 +216,21 @@ class _Tree(msgspec.Struct):
     files: dict[str, _TreeRow]
 
 
-def _absent(repo: Path, root: Path) -> dict[str, FileInfo]:
-    """Files that the commit is known to hold: from the listing that huggingface_hub 2 keeps (`trees/COMMIT.json`), else from indexes.
+def _absent(repo: Path, root: Path, under: str) -> dict[str, FileInfo]:
+    """Files that the commit is known to hold `under` a folder of it, by their path in that.
 
-    A cache holds what was asked for, so that a file is not in it says nothing about the repo.
+    From the listing that huggingface_hub 2 keeps (`trees/COMMIT.json`), else from indexes. A cache holds what was asked for, so that a
+    file is not in it says nothing about the repo.
     """
+    start = f"{under}/" if under else ""
     try:
         tree = msgspec.json.decode((repo / "trees" / f"{root.name}.json").read_bytes(), type=_Tree)
-        return {path: FileInfo(path, row.size, row.lfs_sha256) for path, row in tree.files.items()}
+        held = ((path.removeprefix(start), row) for path, row in tree.files.items() if path.startswith(start))
+        return {path: FileInfo(path, row.size, row.lfs_sha256) for path, row in held}
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     names: set[str] = set()
-    for index in filter(lambda path: _INDEX.search(path.name), root.glob("*.json")):
+    for index in filter(lambda path: _INDEX.search(path.name), (root / under).glob("*.json")):
         try:
             weight_map = json.loads(index.read_bytes()).get("weight_map")
             names |= {v for v in weight_map.values() if isinstance(v, str) and v == os.path.basename(v)}
