@@ -80,7 +80,7 @@ def _findings() -> dict[str, list[Finding]]:
         "CK603": _told(_ran(finite=False, first_non_finite=culprit), values=_seen(_stats(_Q.format(7), nan=100))),
         "CK604": _told(_ran(first_non_finite=gate), values=_seen(_stats("model.layers.3.mlp.gate.weight", nan=1))),
         "CK605": _told(_ran("image", ignored_from=["processor"])),
-        "CK606": _told(_ran(), expect=behaviour.compare([_ran(fingerprint=other)], {"text": _TOP}, 0.01)),
+        "CK606": _told(_ran(), expect=behaviour.compare({"runs": [_ran(fingerprint=other)]}, {"text": _TOP}, 0.01)),
         "CK607": [disagree] if disagree else [],
     }  # fmt: skip
 

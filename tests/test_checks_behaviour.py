@@ -70,6 +70,12 @@ def test_a_strange_output_is_the_checkpoints_where_its_values_are_strange() -> N
         values = judge_values(Observed(stats=(stat,), initializer_range=0.02))[0]
         findings, _ = run(None, {"runs": runs}, values=values)
         assert [(f.check, f.blame) for f in findings] == [("CK603", blame), ("CK604", blame), ("CK605", blame)]
+    zeros = TensorStats(
+        name="embeddings.token_type_embeddings.weight", zeros=16, **usual | {"std": 0.0, "low": 0.0, "high": 0.0}
+    )
+    noted = judge_values(Observed(stats=(zeros,)))[0]  # a table that may well be zero
+    assert [f.severity for f in noted] == ["note"]
+    assert [f.blame for f in run(None, {"runs": runs[:1]}, values=noted)[0]] == ["undecidable"]
 
 
 def test_nan_that_does_not_reach_the_output() -> None:
@@ -123,17 +129,56 @@ def test_input_that_could_not_be_made_is_not_passed() -> None:
         ({"ids": [5, 3, 9, 1, 4], "logits": [8.0, 6.0, 5.0, 4.0, 2.0]}, False),
         ({"ids": [7, 3, 9, 1, 4], "logits": [None, 6.0, 5.0, 4.0, 2.0]}, False),
         ({"ids": [7], "logits": [8.0]}, False),
+        ({"ids": [70, 30, 90, 10, 40], "logits": [8.0, 6.0, 5.0, 4.0, 2.0]}, False),
     ],
 )
 def test_fingerprints_within_the_tolerance(other: dict[str, Any], matches: bool) -> None:
-    section = compare([passed(fingerprint=other)], {"text": PRINT}, 0.01)
+    section = compare({"runs": [passed(fingerprint=other)]}, {"text": PRINT}, 0.01)
     assert section["matched"] is matches
     findings, _ = run(None, {"runs": [passed(fingerprint=other)], "expect": section})
     assert [f.check for f in findings] == ([] if matches else ["CK606"])
 
 
+def test_other_ids_are_another_output_though_all_are_about_as_large() -> None:
+    """Logits around 20 that lie within 1 % of each other say nothing about which ids they belong to."""
+    near = [20.2, 20.15, 20.12, 20.1, 20.05]
+    ours = {"ids": [910, 911, 912, 913, 914], "logits": near, "flat": False}
+    swapped = {"ids": [11, 10, 12, 13, 99], "logits": near, "flat": False}
+    expected = {"text": {"ids": [10, 11, 12, 13, 14], "logits": near}}
+    assert not compare({"runs": [passed(fingerprint=ours)]}, expected, 0.01)["matched"]
+    assert compare({"runs": [passed(fingerprint=swapped)]}, expected, 0.01)["matched"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"seed": 5}, "seed 5"),
+        ({"inputs_from": "processor"}, "made from the processor"),
+        ({"inputs": {"input_ids": [1, 128]}}, "of shapes"),
+    ],
+)
+def test_outputs_of_other_inputs_are_not_compared(change: dict[str, Any], why: str) -> None:
+    """A missing package makes the input from the config and not by the processor: no weight has changed."""
+    made = {"inputs_from": "config", "inputs": {"input_ids": [1, 64]}}
+    base = {"seed": 0, "runs": [passed(**made)]}
+    expected = fingerprints({"forward": base})
+    assert compare(base, expected, 0.01)["matched"]
+    other = {"seed": change.get("seed", 0), "runs": [passed(**{**made, **change})]}
+    section = compare(other, expected, 0.01)
+    assert (section["matched"], section["missing"], section["runs"]) == (False, ["text"], [])
+    findings, skips = run(None, {"runs": other["runs"], "expect": section})
+    assert findings == ()
+    assert [s.check for s in skips] == ["CK606"]
+    assert why in skips[0].reason
+
+
+def test_a_trial_of_some_shards_is_not_compared() -> None:
+    section = compare({"runs": [passed()]}, {"text": PRINT}, 0.01, partial=True)
+    assert section["reasons"] == {"text": "only some shards were loaded"}
+
+
 def test_a_kind_without_an_expected_fingerprint_is_a_skip() -> None:
-    section = compare([passed(), passed(kind="image")], {"text": PRINT, "video": PRINT}, 0.01)
+    section = compare({"runs": [passed(), passed(kind="image")]}, {"text": PRINT, "video": PRINT}, 0.01)
     assert section["missing"] == ["image", "video"]
     _, skips = run(None, {"runs": [], "expect": section})
     assert [s.check for s in skips] == ["CK606", "CK606"]
@@ -147,6 +192,7 @@ def test_fingerprints_are_found_in_every_form() -> None:
     for other in (
         [],
         {},
+        {"text": {"ids": [1, 1], "logits": [2.0, 2.0]}},
         {"forward": None},
         {"text": {"ids": ["a"], "logits": [1.0]}},
         {"text": {"ids": [1, 2], "logits": [1.0]}},

@@ -142,12 +142,12 @@ def test_the_stream_gives_the_loader_what_its_own_reader_gives(
         assert len(layout.arenas) < len(layout.tensors)
 
 
-def as_fp8(folder: Path) -> None:
-    """A checkpoint of FP8 weights with a scale for each block of 128 x 128, as DeepSeek's are."""
+def as_fp8(folder: Path, block: int = 128) -> None:
+    """A checkpoint of FP8 weights with a scale for each block of 128 x 128, as DeepSeek's are, or of another size."""
 
     def change(tensors: dict[str, Any]) -> None:
         for name in [n for n, t in tensors.items() if t.dim() == 2 and "proj" in n]:
-            rows, columns = (-(-size // 128) for size in tensors[name].shape)
+            rows, columns = (-(-size // block) for size in tensors[name].shape)
             tensors[f"{name}_scale_inv"] = torch.full((rows, columns), 0.001)
             tensors[name] = (tensors[name].float() / 0.001).clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -155,7 +155,7 @@ def as_fp8(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
-        "weight_block_size": [128, 128],
+        "weight_block_size": [block, block],
         "activation_scheme": "dynamic",
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -178,6 +178,23 @@ def test_fp8_is_made_into_what_the_stock_loader_makes_of_it(kind: str, tmp_path:
     ours = loading_module.load(job, cls, config, needed, Watch(lambda _event: None)).model.state_dict()
     theirs = getattr(transformers, cls.__name__).from_pretrained(tmp_path).state_dict()
     assert [k for k in theirs if not torch.equal(ours[k], theirs[k])] == []
+
+
+@pytest.mark.parametrize("lost", ["all of it", "one of its rows"])
+def test_a_scale_of_zero_leaves_nothing_of_a_weight_and_a_row_of_zeros_leaves_the_others(
+    lost: str, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+    def plant(tensors: dict[str, Any]) -> None:
+        (tensors[name] if lost == "all of it" else tensors[name][0]).zero_()
+
+    tiny_models.save("llama", tmp_path)
+    as_fp8(tmp_path, block=16)
+    spoil(tmp_path, plant)
+    result = run(tmp_path)
+    assert checks(result) == ({"CK502": (name,)} if lost == "all of it" else {})
+    assert [f.severity for f in result.findings] == (["error"] if lost == "all of it" else [])
 
 
 def loading_module_key() -> Any:
@@ -250,6 +267,57 @@ def test_values_that_are_not_finite_are_found_though_they_are_one_in_ten_thousan
     assert {f.blame for f in result.findings if f.check == "CK603"} == {"checkpoint"}
 
 
+def test_inf_is_told_where_it_comes_from_and_not_where_it_becomes_nan(llama: Path, tmp_path: Path) -> None:
+    def plant(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = math.inf
+
+    spoil(copied(llama, tmp_path), plant)
+    found = checks(run(tmp_path))
+    assert (found["CK501"], found["CK603"]) == (
+        ("model.layers.0.mlp.down_proj.weight",),
+        ("model.layers.0.mlp.down_proj",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "environment"),
+    [
+        (
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+            True,
+        ),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_memory_that_runs_out_in_the_forward_pass_is_no_fault_of_the_model(
+    raised: str, environment: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, use_cache: bool = False) -> Any:
+        raise RuntimeError(raised)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    result = run(llama)
+    assert result.environment is environment
+    assert ("CK602" in checks(result)) is not environment
+
+
+def test_a_dtype_that_the_device_cannot_compute_is_a_skip(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FNet's Fourier transform of half precision on a CPU."""
+    from transformers import LlamaForCausalLM
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, use_cache: bool = False) -> Any:
+        raise RuntimeError("Unsupported dtype Half")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    result = run(llama)
+    assert result.forward is not None
+    assert [r["status"] for r in result.forward["runs"]] == ["not_run"]
+    assert "CK602" not in checks(result)
+    assert {s.check for s in result.skips} >= {"CK602", "CK603"}
+
+
 def test_sound_weights_that_give_nan_are_not_the_culprit(llama: Path, tmp_path: Path) -> None:
     """A mean square of at most 1, less 2: there is no root."""
     config = copied(llama, tmp_path) / "config.json"
@@ -317,11 +385,11 @@ def test_a_fingerprint_is_the_same_again_and_another_with_another_weight(llama: 
     expected = behaviour.fingerprints({"forward": first.forward})
     again = run(llama)
     assert again.forward is not None
-    assert behaviour.compare(again.forward["runs"], expected, 1e-6)["matched"]
+    assert behaviour.compare(again.forward, expected, 1e-6)["matched"]
     spoil(copied(llama, tmp_path), lambda t: t["lm_head.weight"].mul_(1.5))
     other = run(tmp_path)
     assert other.forward is not None
-    assert not behaviour.compare(other.forward["runs"], expected, 0.05)["matched"]
+    assert not behaviour.compare(other.forward, expected, 0.05)["matched"]
 
 
 def test_pictures_that_a_config_has_no_placeholder_for_are_looked_at_all_the_same(tmp_path: Path) -> None:
@@ -739,7 +807,7 @@ def test_two_processes_hold_a_part_each_and_compute_the_same(llama: Path, tmp_pa
         assert rank.forward is not None
         assert alone.forward is not None
         expected = behaviour.fingerprints({"forward": alone.forward})
-        assert behaviour.compare(rank.forward["runs"], expected, 0.02)["matched"]
+        assert behaviour.compare(rank.forward, expected, 0.02)["matched"]
 
 
 def test_tensor_parallelism_without_torchrun_says_how(llama: Path) -> None:

@@ -5,8 +5,10 @@ Whatever happens here (a crash in a kernel, memory that runs out, a device that 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,14 +19,17 @@ from typing import Any
 import msgspec
 
 from ckaudit.errors import CkauditError, in_one_line, words_of
+from ckaudit.materialize.circumstances import device_lost, out_of_memory
 from ckaudit.materialize.job import Event, LoadJob
 from ckaudit.materialize.watch import Emit, Watch
 
-_LOST = ("device-side assert", "CUDA error", "device lost", "unspecified launch failure", "NCCL error", "HIP error")
+_PR_SET_PDEATHSIG = 1
+"""Source: Linux `include/uapi/linux/prctl.h`."""
 
 
 def main() -> int:
     """Run the job on stdin. What every job needs is imported before there is one: the parent audits names meanwhile."""
+    end_with_parent()
     emit = private_channel()
     with suppress(ImportError, OSError):  # told as a stage of the job
         import torch  # noqa: F401
@@ -189,10 +194,10 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
     line = in_one_line(error, 2000)
     if isinstance(error, CkauditError):
         return {"error": error.message, "hint": error.hint, "blame": "environment"}
-    if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or isinstance(error, MemoryError):
+    if out_of_memory(error):
         hint = "Free memory, spread the model with --devices N, or use --device cpu."
         return {"error": f"Out of memory in stage {stage!r}: {words_of(error)}", "hint": hint, "blame": "environment"}
-    if any(sign in str(error) for sign in _LOST):
+    if device_lost(error):
         return {
             "error": f"The device was lost in stage {stage!r}: {words_of(error)}",
             "hint": "See its driver's log.",
@@ -209,6 +214,12 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
     if stage in ("load", "arrive"):
         return {"error": line, "hint": "", "blame": "checkpoint"}
     return {"error": f"Stage {stage!r} broke down: {line}", "hint": "", "blame": "environment"}
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it is gone, whatever ended that: nobody would hear it, or end it. Linux alone."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def private_channel() -> Emit:

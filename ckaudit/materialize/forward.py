@@ -10,6 +10,7 @@ import torch
 
 from ckaudit.errors import in_one_line
 from ckaudit.materialize import diffusion, processed
+from ckaudit.materialize.circumstances import device_lost, no_kernel, out_of_memory
 from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.media import Tensors, parameters
@@ -74,9 +75,11 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
             inputs = place(accepted(make(), model), model)
             made = True
             done = _pass(model, kind, origin, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  (a processor that cannot, an input that the model does not take, or a fault of it)
+        except Exception as error:  # a processor that cannot, an input that the model does not take, or a fault of it
+            if out_of_memory(error) or device_lost(error):
+                raise
+            if no_kernel(error):
+                return _not_run(kind, f"this device cannot compute it: {in_one_line(error)}")
             failures.setdefault(origin, in_one_line(error))
             if (
                 made
@@ -142,8 +145,8 @@ def _pass(model: Any, kind: str, origin: str, inputs: Tensors) -> dict[str, Any]
     seconds = time.perf_counter() - start
     if kind != "text" and not _looked(model, inputs, probe, extra):
         return {"status": "ignored"}
-    culprit = probe.first()
-    shapes, finite = outputs(output, masked=culprit is None)
+    shapes, finite = outputs(output, masked=probe.first() is None)
+    culprit = probe.first(nan=finite)
     return {
         "kind": kind,
         "status": "ran",
@@ -170,9 +173,9 @@ def _looked(model: Any, inputs: Tensors, probe: Probe, extra: dict[str, Any]) ->
     try:
         with torch.inference_mode(), plain.on(model):
             model(**text, **extra)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001  (placeholders without what they stand for, or a model that needs both)
+    except Exception as error:  # placeholders without what they stand for, or a model that needs both
+        if out_of_memory(error) or device_lost(error):
+            raise
         return True
     return bool(probe.ran - plain.ran)
 

@@ -49,13 +49,16 @@ def load(
     for kind in options.modalities:
         if kind not in KINDS:
             raise UsageError(f"--modality {kind!r} is no kind of input.", f"Use {', '.join(KINDS)}.")
+    if options.expect is not None and not options.forward:
+        raise UsageError("--expect compares a forward pass, and --no-forward leaves it out.", "Give one of the two.")
     expected = _read_expected(options.expect)
     job = make_job(checkpoint, folder, options, unused)
     with nullcontext(child) if child is not None else waiting(options, argv) as one:
         story = _converse(job, progress or NullProgress(), one)
     section, forward = story.load, story.forward
     if forward is not None and options.expect is not None:
-        forward["expect"] = behaviour.compare(forward["runs"], expected, options.tolerance) | {"file": options.expect}
+        compared = behaviour.compare(forward, expected, options.tolerance, partial=section["status"] == "partial")
+        forward["expect"] = compared | {"file": options.expect}
     section["error"], section["blame"] = story.error, story.blame or None
     seen, unread = values.run(story.observed) if story.observed is not None else ((), ())
     behaved, not_run = behaviour.run(section, forward, values=seen)
@@ -67,8 +70,17 @@ def load(
         observed=story.observed,
         error=story.error,
         hint=story.hint,
+        unanswered=_unanswered(forward, options, expected),
         environment=story.blame == "environment",
     )
+
+
+def _unanswered(forward: dict[str, Any] | None, options: LoadOptions, expected: dict[str, Any]) -> bool:
+    """Whether a kind of input or a comparison was asked for, and could not be had."""
+    if forward is None:
+        return False
+    runs = any(one["status"] == "not_run" and one["kind"] in options.modalities for one in forward["runs"])
+    return runs or any(kind in expected for kind in (forward["expect"] or {}).get("missing", ()))
 
 
 class _Story:

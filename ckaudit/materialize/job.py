@@ -91,3 +91,5 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     hint: str = ""
     environment: bool = False
+    unanswered: bool = False
+    """Whether a kind of input or a comparison that was asked for could not be had (exit code 3)."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ckaudit.errors import in_one_line
-from ckaudit.materialize.child import private_channel
+from ckaudit.materialize.child import end_with_parent, private_channel
 from ckaudit.materialize.job import Event
 from ckaudit.materialize.live import LiveJob
 from ckaudit.materialize.watch import Emit
@@ -20,6 +20,7 @@ _TOP = 5
 
 def main() -> int:
     """Run the job on stdin."""
+    end_with_parent()
     emit = private_channel()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=LiveJob)
     told: dict[str, Any] = {}

@@ -39,8 +39,8 @@ class Probe:
             for handle in handles:
                 handle.remove()
 
-    def first(self) -> Culprit | None:
-        """The first module that gave NaN; where none did, the first that gave Inf.
+    def first(self, *, nan: bool = False) -> Culprit | None:
+        """The first module that gave NaN or Inf, or NaN alone: Inf may be meant where the output does not show it.
 
         -Inf alone is what a mask is made of, and not meant, unless a weight of the module is to blame for it.
         """
@@ -50,8 +50,7 @@ class Probe:
             )
             for name, module, nan, up, down in self._seen
         ]
-        bad = [c for c in culprits if c.nan or c.inf]
-        return next((c for c in bad if c.nan), bad[0] if bad else None) if bad else None
+        return next((c for c in culprits if c.nan or (c.inf and not nan)), None)
 
     def _hook(self, name: str) -> Any:
         def look(module: Any, _inputs: Any, output: Any) -> None:

@@ -78,6 +78,7 @@ class Child:
                             shown.enter_context(progress.task(f"load: {stage}"))
                         done = done or event.done
                         hear(event)
+                    code = process.wait()
                     break
                 except KeyboardInterrupt:
                     if interrupted:
@@ -89,7 +90,6 @@ class Child:
                     timer.start()
                 except msgspec.DecodeError:  # a line that was cut as the child died
                     continue
-            code = process.wait()
         if done:
             return ""
         if interrupted:

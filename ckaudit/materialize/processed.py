@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ckaudit.materialize.template import ChatTemplate
+
 _SIDE = 224
 _FRAMES = 4
 _RATE = 16000
@@ -85,40 +87,10 @@ def left_out(folder: str, kinds: Sequence[str], *, trust_remote_code: bool) -> l
         processor = _processor(folder, trust_remote_code)
     except Exception:  # noqa: BLE001  (whatever it raises is told where an input was to be made)
         return []
-    if not getattr(processor, "chat_template", None) or not _reads(processor):
+    template = ChatTemplate.of(processor)
+    if template is None or not _reads(processor):
         return []
-    return [kind for kind in kinds if kind != "text" and _is_left_out(processor, kind)]
-
-
-def _is_left_out(processor: Any, kind: str) -> bool:
-    """Whether the template gives the same without the part, or can do nothing with one although it can with text."""
-    plain, part = _of_text(processor, "x"), {"type": kind}
-    if plain is None:
-        return False
-    whole = _written(processor, [part, {"type": "text", "text": "x"}])
-    return whole is None or whole == plain or repr(part) in whole
-
-
-def _of_text(processor: Any, text: str) -> str | None:
-    """The template's form of a message of text alone, in parts or plain, whichever it is made for; None where it can do neither."""
-    for content in ([{"type": "text", "text": text}], text):
-        written = _written(processor, content)
-        if written is not None and (isinstance(content, str) or repr(content) not in written):
-            return written
-    return None
-
-
-def _written(processor: Any, content: str | list[dict[str, Any]]) -> str | None:
-    """What the template makes of a message; None where it raises."""
-    try:
-        return _apply(processor, content)
-    except Exception:  # noqa: BLE001  (a template raises whatever its author, Jinja or Python does)
-        return None
-
-
-def _apply(processor: Any, content: str | list[dict[str, Any]]) -> str:
-    conversation = [{"role": "user", "content": content}]
-    return str(processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+    return [kind for kind in kinds if kind in ("image", "video", "audio") and template.leaves_out(kind)]
 
 
 @lru_cache(maxsize=1)
@@ -145,16 +117,20 @@ def _reads(processor: Any) -> bool:
 
 def _prompt(processor: Any, kind: str, text: str, *, marks: bool) -> str:
     """The text that goes with the input, as a chat template makes it; one without a place for it gets the placeholder with the text."""
-    template = bool(getattr(processor, "chat_template", None))
+    template = ChatTemplate.of(processor)
     if kind == "text":
-        return text if not template else _of_text(processor, text) or _apply(processor, text)
-    if template and not _is_left_out(processor, kind):
-        return _apply(processor, [{"type": kind}, {"type": "text", "text": text}])
+        made = text if template is None else template.text(text)
+        if made is None:
+            raise ValueError("the chat template can do nothing with a message of text")
+        return made
+    mixed = None if template is None else template.mixed(kind, text)
+    if mixed is not None:
+        return mixed
     placeholder = getattr(processor, f"{kind}_token", None)
     if isinstance(placeholder, str):
         return _prompt(processor, "text", placeholder + text, marks=marks)
     if not marks:  # a pair of encoders: each reads its own
         return text
     raise ValueError(
-        f"no {'place in the chat template' if template else 'chat template'}, and no placeholder for {kind} input"
+        f"no {'chat template' if template is None else 'place in the chat template'}, and no placeholder for {kind} input"
     )

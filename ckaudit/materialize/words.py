@@ -11,6 +11,11 @@ from ckaudit.materialize.classes import first_value, sub_configs
 
 _OTHER = re.compile("image|video|audio|vision|pad|mask")
 """Ids that stand for other kinds of input, or for nothing."""
+_ROOM = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+)  # fmt: skip
+_POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?)?|pos_emb(ed|eddings?)?)$")
+_NO_TEXT = re.compile("vision|visual|image|pixel|audio|speech|codec|relative")
 
 
 class Words:
@@ -18,7 +23,7 @@ class Words:
 
     def __init__(self, model: Any, length: int, random: torch.Generator) -> None:
         self._model, self._config, self._random = model, model.config, random
-        self.room = text_room(model.config)
+        self.room = text_room(model)
         self.length = min(length, self.room or length)
 
     def ids(self, count: int, size: int | None = None) -> torch.Tensor:
@@ -79,7 +84,12 @@ class Words:
         return ids
 
 
-def text_room(config: Any) -> int | None:
-    """How many tokens of text a model has positions for; None where its config does not say."""
-    room = first_value(getattr(config, "text_config", None) or config, "max_position_embeddings", "n_positions")
-    return room if isinstance(room, int) and room > 0 else None
+def text_room(model: Any) -> int | None:
+    """How many tokens of text a model has positions for: by its config, and by the tables that it looks them up in. None: without end."""
+    config = getattr(model.config, "text_config", None) or model.config
+    rooms = [getattr(config, key, None) for key in _ROOM]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and _POSITIONS.search(name) and not _NO_TEXT.search(name):
+            # Some count from behind the padding's id (RoBERTa, its kin, and ESM).
+            rooms.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
+    return min((room for room in rooms if isinstance(room, int) and room > 0), default=None)

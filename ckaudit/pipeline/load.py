@@ -112,6 +112,7 @@ def load(
         load=section,
         forward=loaded.forward if loaded else None,
         fail_on=fail_on,
+        unanswered=loaded is not None and loaded.unanswered,
         stopped=stopped is not None,
     )
     return Loaded(report, loaded.observed if loaded else None, stopped)
