@@ -112,6 +112,67 @@ def test_a_weight_that_starts_at_zero_is_a_note(name: str) -> None:
     assert [(f.check, f.severity) for f in findings] == [("CK502", "note")]
 
 
+QUANTISED = [
+    # the scale, and the tensor that it makes a weight of, as each writer names them
+    ("l.0.up_proj.weight_scale_inv", (1, 2), "F32", "l.0.up_proj.weight", "F8_E4M3"),  # DeepSeek
+    ("l.0.up_proj.weight_scale", (), "BF16", "l.0.up_proj.weight", "F8_E4M3"),  # compressed-tensors, ModelOpt
+    ("l.0.up_proj.weight_scale_2", (), "F32", "l.0.up_proj.weight", "U8"),  # ModelOpt NVFP4
+    # the same, by block: rounded to nothing
+    ("l.0.up_proj.weight_scale", (64, 4), "F8_E4M3", "l.0.up_proj.weight", "U8"),
+    ("l.0.up_proj.weight_global_scale", (1,), "F32", "l.0.up_proj.weight_packed", "U8"),  # compressed-tensors NVFP4
+    ("l.0.up_proj.scales", (4, 64), "F16", "l.0.up_proj.qweight", "I32"),  # GPTQ, AWQ
+    ("l.0.up_proj.weight.absmax", (64,), "F32", "l.0.up_proj.weight", "U8"),  # bitsandbytes, 4 bits
+    ("l.0.up_proj.SCB", (64,), "F32", "l.0.up_proj.weight", "I8"),  # bitsandbytes, 8 bits
+    ("l.0.up_proj.weight._scale", (64, 1), "BF16", "l.0.up_proj.weight._data", "I8"),  # quanto
+    ("l.0.up_proj.scale", (64, 1), "F16", "l.0.up_proj.W_q", "U8"),  # HQQ
+    ("l.0.up_proj.scale_weight", (), "F32", "l.0.up_proj.weight", "F8_E4M3"),  # ComfyUI
+    ("l.0.up_proj.qscale_weight", (), "F32", "l.0.up_proj.weight", "F8_E4M3"),  # Mistral
+    ("l.0.experts.gate_up_proj_scales", (2, 64, 2), "U8", "l.0.experts.gate_up_proj_blocks", "U8"),  # gpt-oss
+    ("l.0.experts.down_proj_scale_inv", (2, 1, 1), "F32", "l.0.experts.down_proj", "F8_E4M3"),
+]
+
+
+@pytest.mark.parametrize(("scale", "shape", "dtype", "weight", "packed"), QUANTISED)
+def test_a_scale_of_zero_leaves_nothing_of_a_quantised_weight(
+    scale: str, shape: tuple[int, ...], dtype: str, weight: str, packed: str
+) -> None:
+    sound = stats(weight, dtype=packed)
+    lost = msgspec.structs.replace(zeros(scale, shape), dtype=dtype)
+    assert found(SOUND, sound, lost) == {"CK502": (scale,)}
+    kept = msgspec.structs.replace(lost, zeros=math.prod(shape) - 1, high=0.001)  # a row of zeros has a scale of zero
+    assert found(SOUND, sound, kept) == {}
+    assert found(SOUND, stats(weight), lost) == {}, "beside what is not quantised it is a parameter like others"
+
+
+def test_e8m0_has_no_zero_but_its_least_power_is_one() -> None:
+    """A byte of zero is 2**-127 (OCP Microscaling Formats 1.0, section 5.4.1), and 2**-126 no byte of zero."""
+    weight = stats("l.0.up_proj.weight", dtype="F4")
+    least, next_ = (
+        TensorStats(name="l.0.up_proj.weight_scale", dtype="F8_E8M0", shape=(64, 4), count=256, low=v, high=v, mean=v)
+        for v in (2.0**-127, 2.0**-126)
+    )
+    assert found(weight, least) == {"CK502": (least.name,)}
+    assert found(weight, next_) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((f"l.0.up_proj.{n}", "F32") for n in ("input_scale", "input_global_scale", "output_scale", "act_scale")),
+        ("l.0.up_proj.bias", "F32"),
+        *((f"l.0.{n}", "F32") for n in ("k_scale", "v_scale", "q_scale", "logit_scale", "layer_scale")),
+        *((f"l.0.up_proj.{n}", "I32") for n in ("qzeros", "g_idx", "weight_zero_point")),
+        ("l.0.up_proj.weight.absmax", "U8"),  # codes of a table, whose first is -1
+        ("l.0.up_proj.weight.nested_absmax", "F32"),  # all blocks as large as their mean
+        ("l.0.up_proj.scale_shift_table", "F8_E4M3"),
+        ("l.0.norm.scale", "BF16"),  # in a model of FP8 weights, a norm's own weight
+    ],
+)
+def test_what_may_be_zero_in_a_quantised_model(name: str, dtype: str) -> None:
+    weights = (stats("l.0.up_proj.weight", dtype="F8_E4M3"), stats("l.0.fused", dtype="F8_E4M3"))
+    assert found(*weights, msgspec.structs.replace(zeros(name, (64,)), dtype=dtype)) == {}
+
+
 def test_a_constant_matrix() -> None:
     assert found(ones("model.layers.0.mlp.up_proj.weight")) == {"CK503": ("model.layers.0.mlp.up_proj.weight",)}
 

@@ -78,6 +78,34 @@ _BUFFER = re.compile(
 # What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
 _COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
 
+# A number that a quantised weight is multiplied with, or divided by, to be itself again: GPTQ and AWQ `scales`, FP8 `weight_scale_inv`,
+# ModelOpt `weight_scale_2`, compressed-tensors `weight_global_scale`, ComfyUI `scale_weight`, bitsandbytes `absmax` and `SCB`.
+_SCALE = re.compile(r"(^|_)(q?scales?(_inv|_\d+|_weight)?|absmax|SCB)$")
+# Scales of activations, which leave the weight what it is: engines that quantise as they run pass over them, those of experts that no
+# text of the calibration reached may be zero, and a `logit_scale` is an exponent. Of an `absmax` that is quantised itself (bitsandbytes)
+# the codes and the `nested_absmax` count from an offset.
+_OTHER_SCALE = re.compile(
+    r"(^|_)(input|output|in|out|x|act|activations?|[kqvp]|kv|prob|softmax|logit|layer|nested)(_global)?_(q?scale|absmax)"
+)
+_QUANTISED = frozenset({
+    "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "U8", "I16", "U16", "I32", "U32",
+})  # fmt: skip
+"""What quantised weights are packed in."""
+
+
+def weight_scales(stats: Iterable[TensorStats]) -> list[TensorStats]:
+    """The scales of quantised weights: such by their name, in the module of a packed tensor or below that tensor itself (bitsandbytes)."""
+    quantised: set[str] = set()
+    scales: list[TensorStats] = []
+    for tensor in stats:
+        module, _, own = tensor.name.rpartition(".")
+        if _SCALE.search(own):
+            codes = tensor.dtype in _QUANTISED and own.endswith("absmax")
+            scales += [] if codes or _OTHER_SCALE.search(own) else [tensor]
+        elif tensor.dtype in _QUANTISED and tensor.count > 1 and not is_buffer(tensor.name):
+            quantised |= {module, tensor.name}
+    return [s for s in scales if s.name.rpartition(".")[0] in quantised]
+
 
 def is_matrix(tensor: TensorStats) -> bool:
     """Whether a tensor is a weight matrix: two dimensions of more than one element, and neither a bias, a scale, a mask nor a buffer."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ckaudit.checks.observed import Observed, TensorStats, is_buffer, is_matrix
+from ckaudit.checks.observed import Observed, TensorStats, is_buffer, is_matrix, weight_scales
 from ckaudit.findings import Check, Finding, Severity, Skip, finding
 from ckaudit.header import FLOATS
 from ckaudit.naming import printable
@@ -41,6 +41,8 @@ _FAR_RATIO = 10.0
 _FAR_DEVIATIONS = 5.0
 """Layers of trained models differ by a factor of 2 or 3 from the median; a lost scale or a wrong dtype moves them by far more than ten."""
 _UNTRAINED_ELEMENTS = 1 << 16
+_SMALLEST_SCALE = 2.0**-127
+"""What a byte of zero says in E8M0, which has no zero: nothing is left of a weight that it multiplies."""
 
 
 def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
@@ -48,6 +50,7 @@ def run(seen: Observed) -> tuple[tuple[Finding, ...], tuple[Skip, ...]]:
     found = [
         *_not_finite(seen),
         *_flat(seen),
+        *_zero_scales(seen),
         *_far(seen),
         *_never_written(seen),
         *_untrained(seen),
@@ -127,6 +130,20 @@ def _flat(seen: Observed) -> list[Finding]:
         values = ", ".join(f"{s.low:g}" for s in constant[:3])
         found.append(_finding(CONSTANT, seen, (s.name for s in constant), message, mend, found=f"value {values}"))
     return found
+
+
+def _zero_scales(seen: Observed) -> list[Finding]:
+    """Scales of which no element is other than zero. Single ones may be: of a row or a block of the weight that is zero."""
+    zero = [s for s in weight_scales(seen.stats) if s.count and not s.nan and not s.inf and s.absmax <= _SMALLEST_SCALE]
+    if not zero:
+        return []
+    one = len(zero) == 1
+    message = (
+        f"{_tensors(zero)} {'is' if one else 'are'} zero in every element: nothing is left of the "
+        f"weight{'' if one else 's'} that {'it scales' if one else 'they scale'}."
+    )
+    mend = "Quantise the original weights again: a scale that was allocated and never filled, or rounded to nothing, looks like this."
+    return [_finding(ALL_ZERO, seen, (s.name for s in zero), message, mend)]
 
 
 def _far(seen: Observed) -> list[Finding]:
