@@ -154,7 +154,7 @@ def test_other_ids_are_another_output_though_all_are_about_as_large() -> None:
     [
         ({"seed": 5}, "seed 5"),
         ({"inputs_from": "processor"}, "made from the processor"),
-        ({"inputs": {"input_ids": [1, 128]}}, "of shapes"),
+        ({"inputs": {"input_ids": [1, 128]}}, "input_ids is 1x128, the expected one's was 1x64"),
     ],
 )
 def test_outputs_of_other_inputs_are_not_compared(change: dict[str, Any], why: str) -> None:

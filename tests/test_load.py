@@ -764,6 +764,43 @@ def test_ctrl_c_gives_what_is_known_and_leaves_no_child(llama: Path) -> None:
     assert "interrupted in stage 'load'" in (result.error or "")
 
 
+def test_ctrl_c_while_the_child_ends_loses_nothing(llama: Path) -> None:
+    begin = time.monotonic()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    done = '{"load":{"status":"complete","stages":{}},"done":true}'
+    ending = f"print({done!r}, flush=True); os.close(1); time.sleep(60)"
+    result = load(checkpoint(llama), llama, LoadOptions(), argv=talker(ending))
+    assert time.monotonic() - begin < 30
+    assert (result.load["status"], result.error) == ("complete", None)
+
+
+ORPHAN = """
+import os, sys, time
+from ckaudit.materialize.process import started
+
+waits = "from ckaudit.materialize.child import end_with_parent; end_with_parent(); print(flush=True); import time; time.sleep(60)"
+with started((sys.executable, "-c", waits)) as child:
+    child._process.stdout.readline()
+    print(child._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_child_does_not_outlive_its_parent() -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, env=env) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)  # it is there
+        parent.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child is still there")
+
+
 @pytest.mark.parametrize("text", [None, "not json", "{}", '{"forward": null}'])
 def test_an_expected_fingerprint_that_is_none(llama: Path, tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "e.json"

@@ -97,6 +97,7 @@ def test_an_earlier_report_is_what_a_load_is_expected_to_give(model: Path, tmp_p
     options = ("--no-values", "--modality", "text")
     assert run("load", TINY, *options, "--json", before, home=tmp_path)[0] == 0
     assert run("load", TINY, *options, "--expect", before, home=tmp_path)[0] == 0
+    assert run("load", TINY, *options, "--expect", before, "--seed", "5", home=tmp_path)[0] == 3  # another input
     spoil(model, "model.norm.weight", 400.0)
     code, document = report("load", model, *options, "--expect", before, home=tmp_path)
     assert code == 1
@@ -104,7 +105,12 @@ def test_an_earlier_report_is_what_a_load_is_expected_to_give(model: Path, tmp_p
 
 
 def test_options_that_make_no_sense_are_one_line(tmp_path: Path) -> None:
-    for args in (("--device", "abacus"), ("--engine", "sglang"), ("--stats", tmp_path / "x.xls")):
+    for args in (
+        ("--device", "abacus"),
+        ("--engine", "sglang"),
+        ("--stats", tmp_path / "x.xls"),
+        ("--expect", tmp_path / "x.json", "--no-forward"),
+    ):
         code, _, said = run("load", TINY, *args, home=tmp_path)
         assert code == 2, (args, said)
         assert "Traceback" not in said

@@ -356,6 +356,23 @@ def test_a_tokenizers_text_comes_with_what_the_decoder_needs(tmp_path: Path) -> 
     assert origin(tmp_path) == [("text", "ran", "processor", None)]
 
 
+@pytest.mark.parametrize(
+    ("build", "room"),
+    [
+        # RoBERTa's first position is the one behind the padding's id, 1: of 130 rows 128 are for words.
+        (lambda t: t.RobertaForMaskedLM(t.RobertaConfig(**_TEXT, max_position_embeddings=130)), 128),
+        (lambda t: t.BertForMaskedLM(t.BertConfig(**_TEXT, max_position_embeddings=130)), 130),
+        (lambda t: t.BartForConditionalGeneration(t.BartConfig(**_BART)), 128),  # a table of 130 rows, the first two for nothing
+        (lambda t: t.MptForCausalLM(t.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=100)), 100),
+    ],
+)  # fmt: skip
+def test_a_text_is_no_longer_than_the_positions_that_a_model_has(build: Any, room: int, tmp_path: Path) -> None:
+    result = run(saved(build(transformers), tmp_path), values=False, tokens=200)
+    assert result.forward is not None
+    assert [(r["status"], r["inputs"]["input_ids"][1]) for r in result.forward["runs"]] == [("ran", room)]
+    assert result.findings == ()
+
+
 def test_the_processor_of_a_pair_of_encoders_keeps_to_the_room_for_text(tmp_path: Path) -> None:
     """CLIP has positions for 77 tokens and no placeholder: a processor's text is cut to fit, as its users' is."""
     words().save_pretrained(tiny_models.save("clip", tmp_path))

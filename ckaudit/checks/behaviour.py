@@ -133,10 +133,19 @@ def _made(one: Mapping[str, Any], forward: Mapping[str, Any]) -> dict[str, Any]:
 
 def _otherwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """How two inputs differ in what both tell; empty where they do not."""
-    for key, word in (("inputs_from", "made from the {}"), ("seed", "of seed {}"), ("inputs", "of shapes {}")):
+    for key, word in (("inputs_from", "made from the {}"), ("seed", "of seed {}")):
         if key in ours and key in theirs and ours[key] != theirs[key]:
             return f"the input is {word.format(ours[key])}, the expected one was {word.format(theirs[key])}"
+    shapes, wanted = ours.get("inputs"), theirs.get("inputs")
+    if isinstance(shapes, dict) and isinstance(wanted, dict):
+        for name in (*shapes, *wanted):
+            if shapes.get(name) != wanted.get(name):
+                return f"the input's {name} is {_shape(shapes.get(name))}, the expected one's was {_shape(wanted.get(name))}"
     return ""
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape)) if isinstance(shape, list) else "not there"
 
 
 def _is_fingerprint(found: Any) -> bool:
