@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from ckaudit.report import schema_v1
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "fixtures"
+LLAMA = "fixtures/llama-good"
 
 
 @pytest.fixture
@@ -175,18 +177,36 @@ class TestGuard:
         done = self.run("raise KeyboardInterrupt")
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "ckaudit: interrupted\n")
 
-    @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+    @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
     def test_a_second_signal_breaks_off_nothing_that_is_due_at_exit(self, name: str, code: int) -> None:
         again = f"import atexit, os, signal; kill = lambda: os.kill(os.getpid(), signal.{name})"
         done = self.run(f"{again}; atexit.register(print, 'closed'); atexit.register(kill); kill()")
         assert (done.returncode, done.stdout) == (code, "closed\n")
         assert "Traceback" not in done.stderr
 
-    def test_sigterm_runs_what_is_due_at_exit(self) -> None:
+    @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+    def test_a_signal_that_ends_the_program_runs_what_is_due_at_exit(self, name: str) -> None:
         done = self.run(
-            "import os, signal, atexit; atexit.register(print, 'closed'); os.kill(os.getpid(), signal.SIGTERM)"
+            f"import os, signal, atexit; atexit.register(print, 'closed'); os.kill(os.getpid(), signal.{name})"
         )
-        assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
+        assert (done.returncode, done.stdout) == (128 + signal.Signals[name], "closed\n")
+
+    def test_a_connection_that_drops_and_then_ends_the_job_is_one_end(self) -> None:
+        kill = "import atexit, os, signal; kill = lambda number: os.kill(os.getpid(), number)"
+        done = self.run(
+            f"{kill}; atexit.register(print, 'closed'); atexit.register(kill, signal.SIGTERM); kill(signal.SIGHUP)"
+        )
+        assert (done.returncode, done.stdout) == (129, "closed\n")
+
+    @pytest.mark.skipif(shutil.which("nohup") is None, reason="needs nohup")
+    def test_nohup_is_respected(self) -> None:
+        code = (
+            "import os, signal, sys; from ckaudit import cli; sys.argv = ['ckaudit', '--version']\n"
+            "try: cli.main()\n"
+            "finally: os.kill(os.getpid(), signal.SIGHUP)"
+        )
+        done = subprocess.run(["nohup", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
 
 
 class TestNames:
@@ -285,6 +305,17 @@ class TestNames:
         if code < 2:
             assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == code
 
+    @pytest.mark.skipif(not Path("/bin/sh").exists(), reason="closes streams as a shell does")
+    @pytest.mark.parametrize(
+        "args",
+        [f"names {LLAMA} --engine {{book}}", f"load {LLAMA}", f"diff {LLAMA} {LLAMA}", f"ppl {LLAMA}"],
+    )
+    def test_a_report_for_programs_that_nobody_can_read_is_no_success(self, book: str, args: str) -> None:
+        command = f"{sys.executable} -m ckaudit {args.format(book=book)} --json - >&-"
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        said = "ckaudit: Cannot write to stdout: it is closed. Make room there, or send it elsewhere.\n"
+        assert (done.returncode, done.stderr) == (2, said)
+
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
     @pytest.mark.parametrize("args", ["names fixtures/llama-good", "names fixtures/llama-good --json -", "--help"])
     def test_a_report_that_cannot_be_written_is_no_success(self, book: str, args: str) -> None:
@@ -318,7 +349,7 @@ class TestNames:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_audit_leaves_no_worker(sent: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "ckaudit", "names", good(), "--engine", "transformers", "--no-cache"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:

@@ -62,14 +62,17 @@ def _root(
 
 
 def _terminated(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough: a second one must not break off what is due at exit
+    for one in {number, signal.SIGTERM}:
+        signal.signal(one, signal.SIG_IGN)  # once is enough: a second one must not break off what is due at exit
     sys.exit(128 + number)
 
 
 def main() -> None:
     """The program `ckaudit`."""
-    # A CI that ends the job must not leave engine workers behind: exit in order, which closes them.
+    # A CI that ends the job, or a connection that drops, must not leave engine workers behind: exit in order, which closes them.
     signal.signal(signal.SIGTERM, _terminated)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` has it ignored
+        signal.signal(signal.SIGHUP, _terminated)
     # What a command reads are some hundred thousand small values that live until it ends: looking for garbage among them finds none.
     gc.set_threshold(500_000, 50, 50)
     streams.prepare()

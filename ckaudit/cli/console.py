@@ -60,6 +60,8 @@ def check(json: str | None, *, quiet: bool, verbose: bool) -> None:
         raise UsageError("--quiet and --verbose contradict each other.", "Use one of them.")
     if json is not None and json != "-":
         writable(Path(json))
+    if json == "-" and streams.closed():
+        raise UsageError("Cannot write to stdout: it is closed.", streams.ELSEWHERE)
 
 
 def tell(json: str | None, document: Callable[[], str], view: Callable[[], str]) -> None:

@@ -15,6 +15,9 @@ ELSEWHERE = "Make room there, or send it elsewhere."
 """What to do about a stream or a file that takes no more."""
 
 
+_closed = False
+
+
 class _Stream(io.FileIO):
     """Writes to a descriptor; a reader that has gone (`| head`) is no error, and on stderr nothing is."""
 
@@ -29,6 +32,8 @@ class _Stream(io.FileIO):
 
 def prepare() -> None:
     """Make the three streams fit to be written to, whatever they are. Those that a program put in their place are left alone."""
+    global _closed
+    _closed = sys.stdout is None
     while (spare := os.open(os.devnull, os.O_RDWR)) <= ERR:  # no file of ours may get the number of a closed stream
         pass
     os.close(spare)
@@ -38,6 +43,11 @@ def prepare() -> None:
         sys.stdout = _text(OUT, sys.stdout)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         sys.stderr = _text(ERR, sys.stderr)
+
+
+def closed() -> bool:
+    """Whether stdout was handed over closed: what is written to it goes nowhere, without an error."""
+    return _closed
 
 
 def discard() -> None:
