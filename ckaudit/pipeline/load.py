@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from ckaudit.checkpoint import read_checkpoint
 from ckaudit.checks.observed import Observed
 from ckaudit.engines import EngineOptions, select
 from ckaudit.errors import EngineError, UsageError
-from ckaudit.findings import FailOn, Report, ordered
+from ckaudit.findings import FailOn, Report, Skip, ordered
 from ckaudit.pipeline.stages import describe, refused, side_by_side
 from ckaudit.plan import Plan
 from ckaudit.progress import NullProgress, Progress
@@ -99,6 +100,7 @@ def load(
                 section = loaded.load
                 if loaded.observed is not None:  # then the values are judged after all
                     skips = tuple(s for s in skips if not (s.check == "CK501" and s.engine is None))
+                    skips = (*skips, *_unread(plans))
                 findings, skips = (*findings, *loaded.findings), (*skips, *loaded.skips)
     begun = section["status"] in ("complete", "partial")
     stopped = f"{loaded.error} {loaded.hint}" if loaded is not None and loaded.environment else None
@@ -116,3 +118,13 @@ def load(
         stopped=stopped is not None,
     )
     return Loaded(report, loaded.observed if loaded else None, stopped)
+
+
+def _unread(plans: tuple[Plan, ...]) -> Iterator[Skip]:
+    """What the loader did not take, although nothing says that it is meant so, was not looked at either."""
+    for plan in plans:
+        left = sum(1 for name in plan.names if name.fate != "loaded" and name.by_design is None)
+        if left:
+            yield Skip(
+                "CK501", f"{left:,} tensor{'s' * (left > 1)} that the loader does not take: values not read", plan.id
+            )
