@@ -144,6 +144,13 @@ def test_a_scale_of_zero_leaves_nothing_of_a_quantised_weight(
     assert found(SOUND, stats(weight), lost) == {}, "beside what is not quantised it is a parameter like others"
 
 
+def test_a_scale_of_a_weight_that_starts_at_zero_is_a_note_as_the_weight_is() -> None:
+    name = "blocks.0.adaLN_modulation.1.weight"
+    seen = (zeros(f"{name}_scale", ()), msgspec.structs.replace(zeros(name), dtype="F8_E4M3"))
+    findings, _ = run(Observed(stats=seen, initializer_range=0.02))
+    assert [(f.check, f.severity) for f in findings] == [("CK502", "note"), ("CK502", "note")]
+
+
 def test_e8m0_has_no_zero_but_its_least_power_is_one() -> None:
     """A byte of zero is 2**-127 (OCP Microscaling Formats 1.0, section 5.4.1), and 2**-126 no byte of zero."""
     weight = stats("l.0.up_proj.weight", dtype="F4")

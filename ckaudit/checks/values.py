@@ -111,18 +111,12 @@ def _no_limit(tensor: TensorStats) -> bool:
 def _flat(seen: Observed) -> list[Finding]:
     found = []
     matrices = [s for s in seen.stats if is_matrix(s)]
-    zero = [s for s in matrices if s.all_zero]
-    kinds: tuple[tuple[Severity, list[TensorStats]], ...] = (
-        ("error", [s for s in zero if not _ZERO_BY_DESIGN.search(s.name)]),
-        ("note", [s for s in zero if _ZERO_BY_DESIGN.search(s.name)]),
-    )
-    for severity, group in kinds:
-        if group:
-            message = f"{_tensors(group)} {'is' if len(group) == 1 else 'are'} zero in every element."
-            if severity == "note":
-                message += " Such a weight starts at zero: it was never trained."
-            mend = "Look at the step that wrote it: a merge, a resume or a sharded save that gathered nothing."
-            found.append(_finding(ALL_ZERO, seen, (s.name for s in group), message, mend, severity=severity))
+    for severity, group in _by_design([s for s in matrices if s.all_zero]):
+        message = f"{_tensors(group)} {'is' if len(group) == 1 else 'are'} zero in every element."
+        if severity == "note":
+            message += " Such a weight starts at zero: it was never trained."
+        mend = "Look at the step that wrote it: a merge, a resume or a sharded save that gathered nothing."
+        found.append(_finding(ALL_ZERO, seen, (s.name for s in group), message, mend, severity=severity))
     constant = [s for s in matrices if s.constant and not s.all_zero]
     if constant:
         message = f"{_tensors(constant)} hold{'s' if len(constant) == 1 else ''} one value in every element."
@@ -135,15 +129,22 @@ def _flat(seen: Observed) -> list[Finding]:
 def _zero_scales(seen: Observed) -> list[Finding]:
     """Scales of which no element is other than zero. Single ones may be: of a row or a block of the weight that is zero."""
     zero = [s for s in weight_scales(seen.stats) if s.count and not s.nan and not s.inf and s.absmax <= _SMALLEST_SCALE]
-    if not zero:
-        return []
-    one = len(zero) == 1
-    message = (
-        f"{_tensors(zero)} {'is' if one else 'are'} zero in every element: nothing is left of the "
-        f"weight{'' if one else 's'} that {'it scales' if one else 'they scale'}."
-    )
     mend = "Quantise the original weights again: a scale that was allocated and never filled, or rounded to nothing, looks like this."
-    return [_finding(ALL_ZERO, seen, (s.name for s in zero), message, mend)]
+    found = []
+    for severity, group in _by_design(zero):
+        verb, rest = ("is", "weight that it scales") if len(group) == 1 else ("are", "weights that they scale")
+        message = f"{_tensors(group)} {verb} zero in every element: nothing is left of the {rest}."
+        found.append(_finding(ALL_ZERO, seen, (s.name for s in group), message, mend, severity=severity))
+    return found
+
+
+def _by_design(zero: Sequence[TensorStats]) -> list[tuple[Severity, list[TensorStats]]]:
+    """Tensors that are zero: by error, and because they belong to a weight that starts so."""
+    kinds: tuple[tuple[Severity, list[TensorStats]], ...] = (
+        ("error", [s for s in zero if not _ZERO_BY_DESIGN.search(s.name)]),
+        ("note", [s for s in zero if _ZERO_BY_DESIGN.search(s.name)]),
+    )
+    return [kind for kind in kinds if kind[1]]
 
 
 def _far(seen: Observed) -> list[Finding]:
