@@ -256,6 +256,12 @@ def test_trained_weights_that_come_near(fields: dict[str, Any]) -> None:
     assert found(drawn("a.weight", **fields)) == {}
 
 
+def test_a_norm_of_each_head_is_no_matrix() -> None:
+    assert found(ones("model.layers.0.self_attn.q_norm.weight", (8, 16))) == {}
+    made = "transformer_blocks.0.norm1.linear.weight"  # a matrix that makes a norm's weights
+    assert found(ones(made, (8, 16))) == {"CK503": (made,)}
+
+
 def test_few_weights_do_not_say_whether_they_were_trained() -> None:
     assert found(stats("a.weight", (64, 64), std=0.02, kurtosis=3.0, mean=0.0)) == {}
 

@@ -110,6 +110,8 @@ def test_options_that_make_no_sense_are_one_line(tmp_path: Path) -> None:
         ("--engine", "sglang"),
         ("--stats", tmp_path / "x.xls"),
         ("--expect", tmp_path / "x.json", "--no-forward"),
+        ("--modality", "text", "--no-forward"),
+        ("--stats", tmp_path / "x.csv", "--no-values"),
     ):
         code, _, said = run("load", TINY, *args, home=tmp_path)
         assert code == 2, (args, said)

@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ckaudit.materialize import forward  # noqa: E402
+from ckaudit.materialize import forward, processed  # noqa: E402
+from ckaudit.materialize.circumstances import no_kernel, wants_device  # noqa: E402
 from ckaudit.materialize.probe import Probe  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.test_load import run  # noqa: E402
@@ -448,3 +449,50 @@ def test_inf_below_zero_is_a_mask_unless_a_weight_gives_it(over: float, found: s
 )
 def test_what_counts_as_a_finite_output(output: list[float], masked: bool, finite: bool) -> None:
     assert forward.outputs({"logits": torch.tensor([output])}, masked=masked) == ({"logits": [1, 2]}, finite)
+
+
+def test_a_tokenizer_beside_an_image_processor_makes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AutoProcessor gives for a captioner without a processor class: its tokenizer, which swallows pictures."""
+    words_alone = words()
+
+    class Swallows:
+        chat_template = None
+        image_token = "<image>"
+
+        def __call__(self, *, text: str, return_tensors: str, **_media: Any) -> Any:
+            return words_alone(text, return_tensors=return_tensors)
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_args, **_more: Swallows())
+    processed._processor.cache_clear()
+    with pytest.raises(ValueError, match="nothing of image input"):
+        processed.make("captioner", "image", 64, 0, trust_remote_code=False)
+    assert "input_ids" in processed.make("captioner", "text", 64, 0, trust_remote_code=False)
+    processed._processor.cache_clear()
+
+
+def test_outputs_of_one_byte_are_looked_at() -> None:
+    model = torch.nn.Sequential(torch.nn.Identity())
+    probe = Probe()
+    bad = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    with probe.on(model):
+        model(bad)
+    culprit = probe.first()
+    assert culprit is not None
+    assert culprit.nan
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("GPU is required to run SpQR quantized model.", True),
+        ("HIGGS quantization is only supported on GPU. Please use a different quantizer.", True),
+        ("You set `ignore_mismatched_sizes` to `False`, thus raising an error.", False),
+    ],
+)
+def test_a_quantiser_that_wants_another_device(said: str, wanted: bool) -> None:
+    assert wants_device(RuntimeError(said)) is wanted
+
+
+def test_integers_that_an_operation_refuses_are_no_dtype_of_the_model() -> None:
+    assert no_kernel(RuntimeError("\"LayerNormKernelImpl\" not implemented for 'Half'"))
+    assert not no_kernel(RuntimeError("\"LayerNormKernelImpl\" not implemented for 'Long'"))

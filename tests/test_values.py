@@ -44,6 +44,15 @@ def scan(dtype: str, raw: Any, shape: tuple[int, ...] | None = None) -> TensorSt
     return found
 
 
+def scan_exactly(dtype: str, numbers: Any) -> TensorStats:
+    """The end of a scan, which reads again what sums cannot settle."""
+    data = numbers.view(torch.uint8).flatten()
+    layout = plan([Stored("a", 0, dtype, tuple(numbers.shape), 0, data.numel())], natural_key)
+    scanner = values.Scan(layout, CPU)
+    scanner.ready(0, data, ())
+    return scanner.finish(lambda _: data)[0]
+
+
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("size", [1, 7, 1000, 3_000_000])
 def test_floats(dtype: str, size: int) -> None:
@@ -202,6 +211,14 @@ def test_what_is_equal_has_one_digest_and_a_swap_of_two_words_none() -> None:
     other = numbers.clone()
     other[0] = 5
     assert scan("F32", numbers, (1000,)).digest != scan("F32", other, (1000,)).digest
+
+
+def test_numbers_whose_squares_have_no_room_are_no_end_of_it() -> None:
+    """An F64 of 1e200: finite, and its square is not."""
+    found = scan_exactly("F64", torch.tensor([1e200, 1.0, 2.0, 3.0], dtype=torch.float64))
+    assert (found.high, found.nan, found.inf, found.kurtosis) == (1e200, 0, 0, None)
+    assert math.isfinite(found.mean)
+    assert math.isfinite(found.std)
 
 
 def test_of_many_elements_some_tell_the_tails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ _BUFFER = re.compile(
     r"(^|_)(masked_bias|mask|position_ids|inv_freq|rotary|freqs|cos|sin|index|running_mean|running_var|num_batches_tracked|mel_filters"
     r"|window|g_idx|A_log|integer)(_|$)"
 )
+# A norm of each head has a row for each (Cohere). `norm1.linear.weight` is a matrix that makes a norm's weights.
+_NORM = re.compile(r"norm[0-9]*\.weight$", re.IGNORECASE)
 # What goes with a quantised weight: a zero point of zero, a scale that is one number, are normal.
 _COMPANION = re.compile(r"(scales?|scale_inv|zeros|zero_point|zp|absmax|amax|quant_map|_shape|bias)$")
 
@@ -108,8 +110,10 @@ def weight_scales(stats: Iterable[TensorStats]) -> list[TensorStats]:
 
 
 def is_matrix(tensor: TensorStats) -> bool:
-    """Whether a tensor is a weight matrix: two dimensions of more than one element, and neither a bias, a scale, a mask nor a buffer."""
-    return sum(d > 1 for d in tensor.shape) >= 2 and not is_buffer(tensor.name) and not _COMPANION.search(tensor.name)
+    """Whether a tensor is a weight matrix: two dimensions of more than one element, and no norm, bias, scale, mask nor buffer."""
+    if is_buffer(tensor.name) or _COMPANION.search(tensor.name) or _NORM.search(tensor.name):
+        return False
+    return sum(d > 1 for d in tensor.shape) >= 2
 
 
 @lru_cache(maxsize=1 << 16)

@@ -60,6 +60,8 @@ def load(
     if stats is not None:
         if engine == "vllm":
             raise UsageError("vLLM's own load looks at no values for --stats.", "Load with transformers.")
+        if not values:
+            raise UsageError("--stats writes what --no-values leaves out.", "Give one of the two.")
         table.check_target(stats)
     options = LoadOptions(
         device=device,

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ckaudit.errors import CkauditError, in_one_line, words_of
-from ckaudit.materialize.circumstances import device_lost, out_of_memory
+from ckaudit.materialize.circumstances import device_lost, out_of_memory, wants_device
 from ckaudit.materialize.job import Event, LoadJob
 from ckaudit.materialize.watch import Emit, Watch
 
@@ -201,6 +201,12 @@ def _reason(error: BaseException, stage: str) -> dict[str, str]:
         return {
             "error": f"The device was lost in stage {stage!r}: {words_of(error)}",
             "hint": "See its driver's log.",
+            "blame": "environment",
+        }
+    if wants_device(error):
+        return {
+            "error": f"Stage {stage!r} ended: {line}",
+            "hint": "Load it where such a device is.",
             "blame": "environment",
         }
     if isinstance(error, ImportError | OSError | SystemExit):

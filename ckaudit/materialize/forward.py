@@ -15,7 +15,7 @@ from ckaudit.materialize.diffusion import LatentRecipes
 from ckaudit.materialize.job import LoadJob
 from ckaudit.materialize.media import Tensors, parameters
 from ckaudit.materialize.probe import Probe, tensors_in
-from ckaudit.materialize.recipes import Recipes, accepted, lacking, place
+from ckaudit.materialize.recipes import Recipes, accepted, known, lacking, place
 from ckaudit.materialize.watch import Watch
 
 TOP = 5
@@ -74,15 +74,16 @@ def _one(model: Any, job: LoadJob, kind: str, recipes: Recipes | LatentRecipes) 
         try:
             inputs = place(accepted(make(), model), model)
             made = True
+            if kind == "text":
+                known(inputs, model)
             done = _pass(model, kind, origin, inputs)
         except Exception as error:  # a processor that cannot, an input that the model does not take, or a fault of it
             if out_of_memory(error) or device_lost(error):
                 raise
-            if no_kernel(error):
-                return _not_run(kind, f"this device cannot compute it: {in_one_line(error)}")
             failures.setdefault(origin, in_one_line(error))
             if (
                 made
+                and not no_kernel(error)
                 and origin not in refused
                 and not ((origin == "config" or kind == "text") and lacking(error, inputs, model))
             ):
@@ -194,6 +195,7 @@ def outputs(output: Any, *, masked: bool) -> tuple[dict[str, list[int]], bool]:
         for number, tensor in enumerate(found):
             shapes[name if len(found) == 1 else f"{name}.{number}"] = list(tensor.shape)
             if tensor.is_floating_point():
+                tensor = tensor.float() if tensor.itemsize == 1 else tensor
                 fine = torch.isfinite(tensor)
                 whole = bool((fine | torch.isneginf(tensor)).all().item()) and bool(fine.any().item())
                 finite = finite and (bool(fine.all().item()) or (masked and whole))

@@ -49,6 +49,10 @@ def load(
     for kind in options.modalities:
         if kind not in KINDS:
             raise UsageError(f"--modality {kind!r} is no kind of input.", f"Use {', '.join(KINDS)}.")
+    if options.modalities and not options.forward:
+        raise UsageError(
+            "--modality names inputs of a forward pass, and --no-forward leaves it out.", "Give one of the two."
+        )
     if options.expect is not None and not options.forward:
         raise UsageError("--expect compares a forward pass, and --no-forward leaves it out.", "Give one of the two.")
     expected = _read_expected(options.expect)
@@ -108,7 +112,8 @@ class _Story:
         self.load["status"] = "interrupted" if ending.startswith("was interrupted") else "failed"
         self.blame = "environment"
         self.error = f"The load {ending}"
-        self.hint = "Try --device cpu, --shards N, or --no-values to see which part it is."
+        if self.load["status"] == "failed":
+            self.hint = "Try --device cpu, --shards N, or --no-values to see which part it is."
 
 
 def _converse(job: LoadJob, progress: Progress, child: Child) -> _Story:

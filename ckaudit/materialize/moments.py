@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -34,10 +35,10 @@ def exact(tensor: Stored, data: torch.Tensor) -> TensorStats:
         low, high = min(low, float(finite.min())), max(high, float(finite.max()))
         quad += float((finite**4).sum())
         n, average, spread = finite.numel(), float(finite.mean()), float(finite.var(correction=0)) * finite.numel()
-        m2 += spread + (average - mean) ** 2 * seen * n / (seen + n)
+        m2 += spread + _square(average - mean) * seen * n / (seen + n)
         mean += (average - mean) * n / (seen + n)
         seen += n
-    std = math.sqrt(m2 / seen) if seen else 0.0
+    mean, std = _held(mean), _held(math.sqrt(m2 / seen) if seen and m2 == m2 else sys.float_info.max if seen else 0.0)
     return TensorStats(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -100,7 +101,7 @@ def merged(tensor: Stored, parts: Sequence[Part]) -> TensorStats:
         bad = any(map(math.isnan, lows))  # whatever min() makes of NaN depends on where it stands
         low, high = (math.nan, math.nan) if bad else (min(lows, default=0.0), max(highs, default=0.0))
         mean = sum(p.elements * p.mean for p in parts) / count if count else 0.0
-        variance = sum(p.elements * (p.variance + (p.mean - mean) ** 2) for p in parts) / count if count else 0.0
+        variance = sum(p.elements * (p.variance + _square(p.mean - mean)) for p in parts) / count if count else 0.0
         tail, quad, nonzero = sum(p.tail for p in parts), sum(p.quad for p in parts), sum(p.nonzero for p in parts)
         digest = _signed(sum(p.digest for p in parts))
     std = math.sqrt(variance) if variance >= 0 else math.nan
@@ -124,14 +125,24 @@ def unsettled(found: TensorStats) -> bool:
     """Whether sums on the device are not enough: something is not finite, or the mean drowns the deviation."""
     if not (math.isfinite(found.low) and math.isfinite(found.high) and math.isfinite(found.std)):
         return True
-    return found.low != found.high and found.count > SMALL and found.mean**2 > _DROWNED * found.std**2
+    return found.low != found.high and found.count > SMALL and _square(found.mean) > _DROWNED * _square(found.std)
 
 
 def _kurtosis(quad: float, mean: float, std: float) -> float | None:
     """The 4th standardised moment: 3 for a normal distribution, 1.8 for a uniform one; None where the mean is not small beside it."""
-    if not std or not math.isfinite(quad) or abs(mean) > 0.05 * std or std**4 == 0:
+    if not std or not math.isfinite(quad) or abs(mean) > 0.05 * std or not 0 < _square(_square(std)) < math.inf:
         return None
-    return quad / std**4
+    return quad / _square(_square(std))
+
+
+def _square(value: float) -> float:
+    """Inf where `**` would raise."""
+    return value * value
+
+
+def _held(value: float) -> float:
+    """The largest number for Inf: what squares of numbers past 1e154 add up to has no better name, and JSON no Inf."""
+    return max(-sys.float_info.max, min(value, sys.float_info.max))
 
 
 def _signed(value: int) -> int:

@@ -57,7 +57,7 @@ class Probe:
             self.ran.add(name)
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-                    value = tensor.detach()
+                    value = _wide(tensor.detach())
                     down = torch.isneginf(value).any()
                     self._seen.append((name, module, torch.isnan(value).any(), torch.isposinf(value).any(), down))
 
@@ -68,7 +68,12 @@ def _gives(module: Any) -> bool:
     """Whether a module's own weights explain -Inf: one is not finite, or so short a dtype may overflow in a matrix."""
     own = [p.detach() for p in module.parameters(recurse=False) if p.is_floating_point() and not p.is_meta]
     short = not module._modules and any(p.dtype == torch.float16 and p.dim() > 1 for p in own)
-    return short or not all(bool(torch.isfinite(p).all().item()) for p in own)
+    return short or not all(bool(torch.isfinite(_wide(p)).all().item()) for p in own)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats of one byte as float32: torch tells of no others whether they are finite."""
+    return tensor.float() if tensor.itemsize == 1 else tensor
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ _FRAMES = 4
 _RATE = 16000
 _ROOMY = 512
 """Tokens. A model with fewer positions may not take a second sentence."""
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "length"}
 _SENTENCE = (
     "The quick brown fox jumps over the lazy dog while seven wizards quietly examine a box of liquor jugs. "
     "Describe what you notice, step by step, and then say what could be learned from it. "
@@ -67,6 +68,8 @@ def make(
         prompt = _prompt(processor, kind, text, marks=marks)
         inputs = dict(processor(text=prompt, **media, return_tensors="pt"))
         inputs.pop("labels", None)  # text beside sound is what it should be written down as: no input
+        if kind != "text" and not inputs.keys() - _OF_TEXT:  # a tokenizer alone: of a pair of encoders' files, say
+            raise ValueError(f"the repo's processor makes nothing of {kind} input")
         if "input_ids" not in inputs:
             return inputs
         count = inputs["input_ids"].shape[-1]

@@ -251,6 +251,17 @@ def accepted(inputs: Tensors, model: Any) -> Tensors:
     return {name: value for name, value in inputs.items() if name in known}
 
 
+def known(inputs: Tensors, model: Any) -> None:
+    """Raise IndexError for an id that has no embedding, as a lookup on a CPU does: on a GPU it would cost the device."""
+    ids = inputs.get("input_ids")
+    try:
+        rows = int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError, TypeError):
+        return
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and int(ids.max()) >= rows:
+        raise IndexError(f"the id {int(ids.max())} has no row in the input embedding, which has {rows}")
+
+
 def place(inputs: Tensors, model: Any) -> Tensors:
     """Inputs on the model's device, floats in its dtype."""
     try:
