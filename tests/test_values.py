@@ -219,6 +219,7 @@ def test_numbers_whose_squares_have_no_room_are_no_end_of_it() -> None:
     assert (found.high, found.nan, found.inf, found.kurtosis) == (1e200, 0, 0, None)
     assert math.isfinite(found.mean)
     assert math.isfinite(found.std)
+    assert tables.by_layer([found])[0].rms > 0
 
 
 def test_of_many_elements_some_tell_the_tails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def by_layer(stats: Iterable[TensorStats]) -> tuple[Layer, ...]:
 
 def _layer(path: str, tensors: list[TensorStats]) -> Layer:
     elements = sum(t.count for t in tensors)
-    squares = sum(t.count * (t.std**2 + t.mean**2) for t in tensors)
+    squares = sum(t.count * (t.std * t.std + t.mean * t.mean) for t in tensors)
     return Layer(
         path=path,
         tensors=len(tensors),

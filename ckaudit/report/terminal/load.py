@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -97,11 +98,11 @@ def _unprocessed(forward: dict[str, Any]) -> dict[str, list[str]]:
 
 def _chart(layers: list[Any], *, verbose: bool) -> Iterator[RenderableType]:
     """One bar a layer: the root mean square of its weights, on a scale from nothing to the largest."""
-    widest = max((layer.rms for layer in layers if layer.rms == layer.rms), default=0.0) or 1.0
+    widest = max((layer.rms for layer in layers if math.isfinite(layer.rms)), default=0.0) or 1.0
     shown = layers if verbose or len(layers) <= SHOWN else layers[: SHOWN - 1]
     table = grid("layer", "root mean square", "largest", "not finite")
     for layer in shown:
-        finite = layer.rms == layer.rms and layer.rms != float("inf")
+        finite = math.isfinite(layer.rms)
         bar = "█" * max(round(_BAR * layer.rms / widest), 1 if layer.rms else 0) if finite else ""
         value = Text(bar, style="cyan").append(f" {layer.rms:.3g}", style="default")
         bad = Text(f"{layer.bad:,}", style="bold red") if layer.bad else ""
