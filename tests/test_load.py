@@ -400,7 +400,9 @@ def test_pictures_that_a_config_has_no_placeholder_for_are_looked_at_all_the_sam
     assert result.forward is not None
     (one,) = result.forward["runs"]
     assert (one["kind"], one["status"], one["finite"]) == ("video", "ran", True)
-    assert "pixel_values_videos" in one["inputs"]  # and somebody looked: it would be `ignored` else
+    assert "pixel_values_videos" in one["inputs"]
+    if result.load["release"] != "5.17.0":  # which keeps to itself what the vision tower gave
+        assert any(name.startswith("video_outputs") for name in one["outputs"])
 
 
 def test_nan_in_the_vision_tower_is_found_by_the_pictures(tmp_path: Path) -> None:

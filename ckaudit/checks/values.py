@@ -251,7 +251,8 @@ def _same(seen: Observed) -> list[Finding]:
         names = [n for g in check_groups for n in g]
         if names:
             pairs = "; ".join(" = ".join(map(printable, g[:3])) for g in check_groups[:2])
-            message = f"{len(names)} tensors hold only {len(check_groups)} different sets of values: {pairs}."
+            sets = "the same values" if len(check_groups) == 1 else f"only {len(check_groups)} different sets of values"
+            message = f"{len(names)} tensors hold {sets}: {pairs}{'; …' if len(check_groups) > 2 else '.'}"
             found.append(_finding(SAME_BYTES, seen, names, message, mend, severity="note" if severity else None))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ckaudit.materialize.circumstances import device_lost, out_of_memory
 from ckaudit.materialize.classes import first_value
 from ckaudit.materialize.media import Tensors, features_method, parameters
 
@@ -28,9 +29,9 @@ def count(model: Any, kind: str, tensors: Tensors, trial: Callable[[int], Tensor
         takes = parameters(method)
         try:
             return rows(method(**{k: v for k, v in tensors.items() if k in takes}))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  (it may want the text as well: the whole model is tried)
+        except Exception as error:  # it may want the text as well: the whole model is tried
+            if out_of_memory(error) or device_lost(error):
+                raise
             refused = error
     found, raised = _tried(model, kind, trial)
     if found is not None:
@@ -47,9 +48,9 @@ def _tried(model: Any, kind: str, trial: Callable[[int], Tensors]) -> tuple[int 
     with _watching(model, width, made):
         try:
             model(**trial(1))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  (expected: one is rarely the right number)
+        except Exception as error:  # expected: one is rarely the right number
+            if out_of_memory(error) or device_lost(error):
+                raise
             if differs := _DIFFERS.search(str(error)):
                 return int(differs[2]), None
             return (made[-1] if made else None), error

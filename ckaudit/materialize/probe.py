@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -44,13 +45,17 @@ class Probe:
 
         -Inf alone is what a mask is made of, and not meant, unless a weight of the module is to blame for it.
         """
-        culprits = [
+        return next((c for c in self._culprits if c.nan or (c.inf and not nan)), None)
+
+    @cached_property
+    def _culprits(self) -> list[Culprit]:
+        """What each output held, once the model has run: every look waits for the device."""
+        return [
             Culprit(
                 name, type(module).__name__, bool(nan.item()), bool(up.item()) or (bool(down.item()) and _gives(module))
             )
             for name, module, nan, up, down in self._seen
         ]
-        return next((c for c in culprits if c.nan or (c.inf and not nan)), None)
 
     def _hook(self, name: str) -> Any:
         def look(module: Any, _inputs: Any, output: Any) -> None:
